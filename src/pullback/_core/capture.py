@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from .errors import PullbackError
 from .graph import (
     call_on_second_pass,
+    is_own_pass,
     reaches_parameters,
     refuse_reentrant,
     skip_dtype_casts,
@@ -475,23 +476,22 @@ class Capture:
 
 
 def await_cotangent(z: Tensor, receive: Callable[[Tensor], None]) -> None:
-    """Call `receive` with ∂loss/∂z in every backward pass that arrives at z.
+    """Call `receive` with ∂loss/∂z in every backward pass of the user's that arrives at z.
 
     If z is a copy in another dtype, `receive` gets the cotangent of the original: a wrapper may
     convert outputs after the model has computed its loss from them. The graph refers to
     `receive`, which must not refer to the graph.
     """
     node, number = skip_dtype_casts(z)
-    if node is None or node is z.grad_fn:
-        z.register_hook(receive)
-        return
 
-    def receive_at_node(cotangents: Sequence[Tensor | None]) -> None:
-        cotangent = cotangents[number]
-        if cotangent is not None:
+    def receive_users(cotangent: Tensor | None) -> None:
+        if cotangent is not None and not is_own_pass():
             receive(cotangent)
 
-    node.register_prehook(receive_at_node)
+    if node is None or node is z.grad_fn:
+        z.register_hook(receive_users)
+        return
+    node.register_prehook(lambda cotangents: receive_users(cotangents[number]))
 
 
 def is_input_derivative(leaves: Mapping[str, Tensor], note_use: Callable[[], None]) -> bool:

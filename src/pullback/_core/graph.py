@@ -6,6 +6,7 @@ A node is *below* another if a backward pass from the other reaches it.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .errors import PullbackError
 
 Root = Tensor | GradientEdge
+
+
+class _OwnPasses(threading.local):
+    """The backward passes of `pull_back` that this thread runs, one inside of the other."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_OWN_PASSES = _OwnPasses()
+#: the nodes at which passes of `pull_back` begin, in any thread: on a GPU another one runs hooks
+_OWN_STARTS: list[Any] = []
 
 
 def get_start_node(root: Root) -> Any:
@@ -141,13 +154,38 @@ def pull_back(
     inputs: Any = list(targets)
     outputs: Any = [root]
     try:
-        return torch.autograd.grad(
-            outputs, inputs, [covector], retain_graph=True, allow_unused=True
-        )
+        with _mark_own_pass(root):
+            return torch.autograd.grad(
+                outputs, inputs, [covector], retain_graph=True, allow_unused=True
+            )
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise
         raise _reentrant_error() from error
+
+
+@contextlib.contextmanager
+def _mark_own_pass(root: Root) -> Iterator[None]:
+    """Let `is_own_pass` be True in the hooks that run inside."""
+    start = get_start_node(root)
+    _OWN_PASSES.depth += 1
+    _OWN_STARTS.append(start)
+    try:
+        yield
+    finally:
+        _OWN_PASSES.depth -= 1
+        _OWN_STARTS.remove(start)
+
+
+def is_own_pass() -> bool:
+    """Return True if the hook that calls this runs in a pass of `pull_back`, not in the user's.
+
+    Several optimizers may watch one model. The covector that one of them pulls back from the
+    output is no gradient of the loss for the others.
+    """
+    if _OWN_PASSES.depth:
+        return True
+    return bool(_OWN_STARTS) and torch._C._current_autograd_node() in _OWN_STARTS
 
 
 def refuse_reentrant(root: Root) -> None:

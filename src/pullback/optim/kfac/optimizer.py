@@ -166,6 +166,9 @@ class KFAC(Optimizer):
         self._closed = False
         #: whether gradients were averaged over processes since the last step
         self._has_averaged = False
+        #: of every parameter whether it is trained, and the rule that its group asks for, when
+        #: blocks were last assigned
+        self._group_choices: list[tuple[bool, Any]] = []
         self._notices = Notices()
         self._info = KFACInfo()
         self._clip = self._make_clip()
@@ -334,6 +337,34 @@ class KFAC(Optimizer):
         with_rule = [group for group in self.param_groups if group.get("rule")]
         self._assignment.choose(self._chosen, self._params.in_groups(with_rule))
         self._capture.choose(self._assignment.measured)
+
+    def _follow_groups(self) -> None:
+        """Assign blocks anew if a parameter was frozen or thawed, or a group has another rule.
+
+        What is held for frozen parameters is given up; the first pass after they thaw measures
+        them again.
+        """
+        choices: list[tuple[bool, Any]] = []
+        for group in self.param_groups:
+            rule = group.get("rule")
+            choices += [(p.requires_grad, rule) for p in group["params"]]
+        if choices == self._group_choices:
+            return
+        for group in self.param_groups:
+            if group.get("rule"):
+                arguments.check_group({"rule": group["rule"]}, self.defaults)
+        self._group_choices = choices
+        self._assign()
+        chosen = self._chosen
+        self._capture.structure.forget(self._curvature.drop_idle(chosen))
+        for name in [name for name, p in chosen.items() if not p.requires_grad]:
+            for buffer in (*BUFFERS, VECTORS):
+                self.state[chosen[name]].pop(buffer, None)
+            if self._step_memory is not None:
+                self._step_memory.vectors.pop(name, None)
+        self._make_entries()
+        self._make_buffers()
+        self._publish()
 
     def _publish(self) -> None:
         publish(self._curvature, self.state, self._chosen)
@@ -505,6 +536,7 @@ class KFAC(Optimizer):
         was_announced = self._capture.watch.wants_compiled_calls
         was_wanted = self._capture.wants_statistics
         self._read_verdict()
+        self._follow_groups()
         is_plain = closure is None and objective is None
         problem = None
         if not is_plain or self._options.is_controlled:

@@ -162,6 +162,21 @@ class KFACState:
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
+    def drop_idle(self, params: Tensors) -> set[str]:
+        """Forget blocks of frozen parameters, and of those that follow another rule now.
+
+        Return the names of the parameters of these blocks.
+        """
+        elementwise = {*self.assignment.elementwise}
+        frozen = {name for name, p in params.items() if not p.requires_grad}
+        dropped: set[str] = set()
+        for key, block in list(self.states.blocks.items()):
+            idle = frozen if block.rule.is_elementwise else frozen | elementwise
+            if idle.issuperset(key.names):
+                self.drop(key)
+                dropped.update(key.names)
+        return dropped
+
     def inherit(self, old: KFACState, saved: Container[str]) -> None:
         """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
         for key, average in old.averages.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -98,6 +98,13 @@ class BlockStructure:
     def covers(self, leaves: Mapping[str, Tensor]) -> bool:
         """Whether each of them has a block of parameters among them."""
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Let these parameters have no block until the next pass shows one."""
+        if names:
+            partners = self.partners.items()
+            self.partners = {n: keys for n, keys in partners if not {*names} & {*keys}}
+            self._plan = None
 
     def measure_along(
         self, loss_descent: Descent, add: Callable[[AllSums], None], *, tried: bool = True
