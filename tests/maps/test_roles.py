@@ -329,6 +329,14 @@ def test_parametrized_weights(make: Callable[[nn.Module], nn.Module]) -> None:
     assert roles["2.weight"].role == "head"
 
 
+@pytest.mark.parametrize("outputs", [1, 4])
+@pytest.mark.parametrize("make", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_a_head_whose_weight_is_computed(make: Callable[..., nn.Module], outputs: int) -> None:
+    model = nn.Sequential(make(nn.Linear(6, 6)), nn.ReLU(), make(nn.Linear(6, outputs)))
+    roles = [row.role for row in rows(model, torch.randn(3, 6)).values() if len(row.shape) == 2]
+    assert roles == ["matrix", "head"]
+
+
 def test_slices_of_one_weight() -> None:
     class Sliced(nn.Module):
         def __init__(self) -> None:

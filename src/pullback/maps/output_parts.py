@@ -89,6 +89,8 @@ class ComputedWeight:
     function: str
     shape: tuple[int, ...]
     parameters: frozenset[str]
+    #: of the function's output in the graph
+    node: Any
 
 
 class OutputParts(TorchFunctionMode):
@@ -233,7 +235,7 @@ class OutputParts(TorchFunctionMode):
         below = frozenset(self._parameters_below(weight))
         if not below:
             return
-        self.computed.append(ComputedWeight(name, tuple(weight.shape), below))
+        self.computed.append(ComputedWeight(name, tuple(weight.shape), below, result.grad_fn))
         if name == "linear":
             axis = -1
         else:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .._core.space import compute_dtype, relative_tolerance
-from .layers import Use
+from .layers import Use, describe_layer
 from .layers.moments import Sharing
 from .record import Entry
 
@@ -160,7 +160,7 @@ class Proof:
             return ELSEWHERE
         if not _is_close(gradient, isolated[name].to(gradient), limit, self._noise[name]):
             return ELSEWHERE
-        module = type(uses[0][0].module).__name__
+        module = describe_layer(uses[0][0].module)
         layer = type(uses[0][0].layer).__name__
         return f"the formula of its layer, {layer}, gives another gradient than {module} itself"
 

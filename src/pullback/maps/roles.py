@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .._core.capture import Call, unwrap_model
 from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
-from .layers import Compound, find_layer
+from .layers import Compound, describe_layer, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
 from .output_parts import ComputedWeight
@@ -34,12 +34,6 @@ from .unknown_uses import describe_unknown_uses
 _SIDE_OUTPUTS = ("loss", "past_key_values", "hidden_states", "attentions", "cache_params")
 
 
-#: what users know layers as that stand for a function's call
-_LAYER_NAMES = {
-    "ProductUse": "a product of matrices",
-    "TransposedProductUse": "a product x @ w",
-    "Gain": "an elementwise product or sum",
-}
 #: nodes of products of matrices
 _PRODUCTS = ("MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddmmBackward0")
 
@@ -155,7 +149,9 @@ def assign_roles(
             role = taps[name]
         elif name in computed:
             rows_used_together = row_sets.get(name, [])
-            role = _role_of_source(name, parameter, computed[name], rows_used_together)
+            role = _role_of_source(
+                name, parameter, computed[name], rows_used_together, name in heads
+            )
         elif name in unknown:
             reason = f"{NO_LAYER}: {unknown[name]}"
             role = ParameterRole(name, Role.VECTOR, (), 0, reason, is_used=False)
@@ -182,8 +178,7 @@ class _Use:
     @property
     def layer_name(self) -> str:
         """The layer in words."""
-        name = type(self.module).__name__
-        return _LAYER_NAMES.get(name, name)
+        return describe_layer(self.module)
 
     @property
     def is_matrix(self) -> bool:
@@ -353,18 +348,27 @@ def _inner_role(
 
 
 def _role_of_source(
-    name: str, parameter: Tensor, weight: ComputedWeight, row_sets: Sequence[Sequence[int]]
-) -> ParameterRole:
-    """The role of a parameter from which a layer's weight is computed."""
-    if parameter.ndim < 2 or min(parameter.flatten(1).shape) == 1:
+    name: str, parameter: Tensor, weight: ComputedWeight, row_sets: Sequence[Sequence[int]],
+    is_head: bool,
+) -> ParameterRole:  # fmt: skip
+    """The role of a parameter from which a layer's weight is computed.
+
+    One of the weight's own shape is the head if the weight is; smaller ones are matrices.
+    """
+    is_whole = tuple(parameter.shape) == weight.shape
+    is_head = is_head and is_whole
+    if parameter.ndim < 2 or (min(parameter.flatten(1).shape) == 1 and not is_head):
         return ParameterRole(name, Role.VECTOR, (), 0, "a part of a computed weight")
     reason = f"the weight of {weight.function} is computed from it"
     rows = parameter.shape[0]
     split = (rows,)
-    if tuple(parameter.shape) == weight.shape:
+    if is_whole:
         split, remark = _split_of(row_sets, rows)
         reason += remark
-    if weight.function == "linear":
+    if is_head:
+        role = Role.HEAD
+        reason = f"it gives the output; {reason}"
+    elif weight.function == "linear":
         role = Role.MATRIX
     else:
         role = Role.CONVOLUTION
@@ -431,18 +435,26 @@ def _find_heads(record: ForwardRecord, result: Any) -> set[str]:
         if any(_multiplies_activations(node) for node in reached - first):
             continue  # similarities of two encoders
         if not any(first & _reached_below(node) for node in first):
-            heads.update(filter(None, (weights[node] for node in first)))
+            for node in first:
+                heads.update(weights[node])
     return heads
 
 
-def _weights_by_node(record: ForwardRecord) -> dict[Any, str | None]:
-    """The weights by the node of their output; None for frozen ones, and in compound layers."""
-    nodes: dict[Any, str | None] = dict.fromkeys(record.untrained)
+def _weights_by_node(record: ForwardRecord) -> dict[Any, Collection[str]]:
+    """The weights, or what they are computed from, by the node of their output.
+
+    None of frozen weights and of those in compound layers.
+    """
+    assert record.outputs is not None
+    nodes: dict[Any, Collection[str]] = dict.fromkeys(record.untrained, ())
+    for weight in record.outputs.computed:
+        nodes[weight.node] = weight.parameters
     for entry in record.entries:
-        if entry.layer.curvature == "kronecker" and entry.names.get("weight") is not None:
-            nodes[entry.edge.node] = entry.names["weight"]
+        name = entry.names.get("weight")
+        if entry.layer.curvature == "kronecker" and name is not None:
+            nodes[entry.edge.node] = (name,)
     for call in record.compounds:
-        nodes.update((edge.node, None) for edge in call.edges if edge is not None)
+        nodes.update((edge.node, ()) for edge in call.edges if edge is not None)
     return nodes
 
 

@@ -206,8 +206,9 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
     assert "kronecker" in rows["fc.bias"].block
     for name in ("doubling.weight", "doubling.bias"):
         assert rows[name].block == "kronecker (4 ⊗ 4)"
-        assert rows[name].reason == "used as by Linear"
-    assert (rows["scale"].block, rows["scale"].reason) == ("units", "used as by Gain")
+        assert rows[name].reason == "a function uses it as Linear does"
+    assert rows["scale"].block == "units"
+    assert rows["scale"].reason == "a function uses it, in an elementwise product or sum"
     assert (rows["unused"].block, "no output" in rows["unused"].reason) == ("gradient", True)
     assert torch.equal(start.unused, model[0].unused)
     assert not torch.equal(start.scale, model[0].scale)

@@ -13,7 +13,16 @@ from . import (
 )
 from .affine import AffineBlock
 from .compound import Compound, Tap
-from .registry import REGISTRY, Block, Layer, RowsBlock, Use, find_layer, register
+from .registry import (
+    REGISTRY,
+    Block,
+    Layer,
+    RowsBlock,
+    Use,
+    describe_layer,
+    find_layer,
+    register,
+)
 
 __all__ = [
     "REGISTRY",
@@ -26,6 +35,7 @@ __all__ = [
     "Use",
     "attention",
     "conv",
+    "describe_layer",
     "embedding",
     "find_layer",
     "linear",

@@ -73,6 +73,7 @@ class BagUse(nn.Module):
     zero for padding.
     """
 
+    description = "sums over bags of its rows"
     weights: Tensor
 
     def __init__(self, weight: Tensor, weights: Tensor) -> None:

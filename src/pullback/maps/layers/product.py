@@ -93,6 +93,7 @@ class MatrixProduct:
 class ProductUse(nn.Module):
     """A use of a weight, perhaps with a bias, by a product with matrices (O, I): for a module."""
 
+    description = "a product of matrices"
     product: MatrixProduct
 
     def __init__(self, parameters: Mapping[str, Tensor | None], product: MatrixProduct) -> None:
@@ -102,6 +103,8 @@ class ProductUse(nn.Module):
 
 class TransposedProductUse(ProductUse):
     """The same, of matrices that are held as (I, O)."""
+
+    description = "a product x @ w"
 
 
 @register(ProductUse)

@@ -262,6 +262,14 @@ class Layer(ABC):
 REGISTRY: dict[type[nn.Module], Any] = {}
 
 
+def describe_layer(module: Any) -> str:
+    """Return what users know a layer as: its class, or words where it stands for a function.
+
+    Such a module has the words as `description`, in the place of a name that users never wrote.
+    """
+    return getattr(module, "description", type(module).__name__)
+
+
 def register(*module_types: type[nn.Module]):
     """Class decorator: `@register(nn.Linear)` enters a `Layer` or `Compound` for these types."""
 

@@ -272,6 +272,8 @@ class Gain(nn.Module):
     `shape` is that with which g meets x, without leading ones.
     """
 
+    description = "an elementwise product or sum"
+
     def __init__(self, role: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.__dict__["_parameters"] = {"weight": None, "bias": None, role: parameter}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .moments import Moments, Sharing
-from .registry import Block, Layer, Use, find_layer, register
+from .registry import Block, Layer, Use, describe_layer, find_layer, register
 
 
 class WeightNormUse(nn.Module):
@@ -36,6 +36,11 @@ class WeightNormUse(nn.Module):
     def __init__(self, inner: nn.Module, length: Tensor, dim: int) -> None:
         super().__init__()
         self.__dict__.update(_parameters=inner._parameters, inner=inner, length=length, dim=dim)
+
+    @property
+    def description(self) -> str:
+        """What users know it as: the module."""
+        return describe_layer(self.inner)
 
     @property
     def direction(self) -> Tensor:

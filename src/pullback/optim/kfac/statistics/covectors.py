@@ -30,12 +30,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...._core.capture import find_first_input, move_samples_first
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.space import compute_dtype
+from ....maps.layers import describe_layer
 from ....maps.layers.moments import Moments, Sharing, find_layout, list_layouts
 from ....maps.layers.scale import form_unit_rows
 from ....maps.record import Entry, ForwardRecord, RecordedPass
@@ -504,7 +505,7 @@ def describe_unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -
     remarks: dict[str, str] = {}
     for entry, layout in zip(entries, layouts, strict=True):
         if layout == UNKNOWN:
-            remark = f"{type(entry.module).__name__}; {_REMARK}"
+            remark = f"{describe_layer(entry.module)}; {_REMARK}"
             remarks |= {n: remark for n in entry.names.values() if n}
     return remarks
 
@@ -514,6 +515,8 @@ def describe_function_uses(entries: Sequence[Entry]) -> dict[str, str]:
     remarks: dict[str, str] = {}
     for entry in entries:
         if entry.site.is_function:
-            remark = f"used as by {type(entry.module).__name__}"
+            remark = f"a function uses it, in {describe_layer(entry.module)}"
+            if isinstance(entry.module, (nn.Linear, nn.modules.conv._ConvNd)):
+                remark = f"a function uses it as {describe_layer(entry.module)} does"
             remarks |= {n: remark for n in entry.names.values() if n}
     return remarks
