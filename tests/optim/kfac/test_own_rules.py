@@ -20,13 +20,6 @@ from ..common import refused, vector
 from .common import batch, net
 
 
-@dataclass
-class Nothing(RuleState):
-    """A rule that keeps nothing that it reads."""
-
-    entries: Tensor
-
-
 class Descent(Rule):
     """The gradient itself: no moment and no statistics."""
 
@@ -36,7 +29,7 @@ class Descent(Rule):
     squares_gradients: ClassVar = False
 
     def init(self, shape: Any) -> RuleState:
-        return Nothing(shape.zeros(*shape.size))
+        return RuleState()
 
     def refresh(self, averages: Any, state: Any) -> RefreshReport:
         raise AssertionError("there are no statistics to refresh from")
@@ -202,6 +195,60 @@ def test_moments_follow_to_another_dtype(make: type[Rule], how: str) -> None:
         for name, moment in moments.items():
             assert opt.state[p]["state"][name].dtype == torch.float64
             torch.testing.assert_close(moment, want[name], rtol=1e-2, atol=1e-4)
+
+
+@dataclass
+class Listed(RuleState):
+    moments: Any
+
+
+class KeepsList(Scaled):
+    def init(self, shape: Any) -> RuleState:
+        return Listed([shape.zeros(*shape.size)])
+
+
+class KeepsTupleOfLists(Scaled):
+    def init(self, shape: Any) -> RuleState:
+        return Listed(([1],))
+
+
+class KeepsWithoutBlocks(Scaled):
+    def init(self, shape: Any) -> RuleState:
+        return Listed(shape.zeros(17, 2))
+
+
+class KeepsNoState(Scaled):
+    def init(self, shape: Any) -> Any:
+        return None
+
+
+class ReadsOutputs(Scaled):
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        assert averages.pair.output_factor is not None
+        return super().refresh(averages, state)
+
+
+class SumsBlocks(Scaled):
+    def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
+        return gradient.sum(0)
+
+
+REFUSED = {
+    KeepsList: ("moments of its state is a list", "a field for each tensor"),
+    KeepsTupleOfLists: ("moments of its state is a tuple", "a field for each tensor"),
+    KeepsWithoutBlocks: ("has shape (17, 2) for 1 blocks", "first axis"),
+    KeepsNoState: ("init returned NoneType", "extends RuleState"),
+    ReadsOutputs: ("reads the output factor", "INPUTS_AND_OUTPUTS"),
+    SumsBlocks: ("direction returned shape", "gradient's shape"),
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_what_a_rule_must_not_do_is_refused_in_words(make: type[Rule]) -> None:
+    model = net()
+    opt = pb.KFAC(model, 0.01, rule=make())
+    with refused("The rule", *REFUSED[make]):
+        train(opt, model, 1)
 
 
 @pytest.mark.parametrize("make", [Eigenbasis, Spectral, Natural])

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...grams.kronecker import Pair
 from ...grams.kronecker.cholesky_inverse import is_inverted_alone
 from ...grams.kronecker.packed_matrix import unpack
 from .direction_graph import DirectionGraph
 from .factors.averages import Average, gram_of, stack_averages, undivided_gram
 from .factors.block import BlockKey, BlockKind
 from .rules import BlockShape, FactorAverages, RefreshReport, Rule, RuleState, StepContext
-from .rules.base import Statistics
+from .rules.base import InputFactor, Statistics, make_direction_error
 
 Averages = Mapping[BlockKey, Average]
 Tensors = Mapping[str, Tensor]
@@ -132,7 +133,7 @@ class BlockStates:
     def allocate(self, key: BlockKey, rule: Rule, shape: BlockShape, born: int = 0) -> Block:
         """Make the first state of a block."""
         is_ready = rule.reads is Statistics.NONE
-        block = Block(key, rule, shape, rule.init(shape), is_ready=is_ready, born=born)
+        block = Block(key, rule, shape, rule.make_state(shape), is_ready=is_ready, born=born)
         self.blocks[key] = block
         self.restack()
         return block
@@ -231,7 +232,10 @@ class BlockStates:
         gram, mass = undivided_gram(keys[0], stack_averages([averages[key] for key in keys]))
         is_first = not blocks[0].is_ready
         reference, note = find_reference(keys[0], averages[keys[0]], references)
-        stacked = FactorAverages(gram, mass, damping, is_first, reference)
+        factors = gram
+        if isinstance(gram, Pair) and blocks[0].rule.reads is Statistics.INPUTS:
+            factors = InputFactor(gram.input_factor)
+        stacked = FactorAverages(factors, mass, damping, is_first, reference)
         states = [block.state for block in blocks]
         if states[0].is_rebuilt:
             states = states[:1]
@@ -419,7 +423,11 @@ class Stack:
             bias = bias.reshape(-1, self._rows)
             pieces = list(self.rule.direction_with_bias(weight, bias, self._state, step))
         else:
-            pieces = [self.rule.direction(self._join_gradients(gradients), self._state, step)]
+            gradient = self._join_gradients(gradients)
+            direction = self.rule.direction(gradient, self._state, step)
+            if not isinstance(direction, Tensor) or direction.shape != gradient.shape:
+                raise make_direction_error(self.rule, direction, gradient)
+            pieces = [direction]
         for tensor, copy in before:
             tensor.copy_(copy)
         return pieces

@@ -162,6 +162,22 @@ class RuleState:
 
 
 @dataclass(frozen=True)
+class InputFactor:
+    """The input factor (B, n, n) of a rule that reads `Statistics.INPUTS`, perhaps a diagonal."""
+
+    input_factor: Tensor
+
+    @property
+    def output_factor(self) -> Tensor:
+        """Not measured."""
+        raise PullbackError(
+            "The rule asks for a factor that is not measured",
+            "it declares reads = Statistics.INPUTS and reads the output factor",
+            "Declare reads = Statistics.INPUTS_AND_OUTPUTS",
+        )
+
+
+@dataclass(frozen=True)
 class FactorAverages:
     """Averages of the factors of B blocks of one shape.
 
@@ -170,7 +186,7 @@ class FactorAverages:
     `mass`, one number for all blocks or one for each.
     """
 
-    gram: Pair | Units
+    gram: Pair | Units | InputFactor
     mass: Tensor
     #: λ in use
     damping: float = 0.0
@@ -180,15 +196,17 @@ class FactorAverages:
     reference: Pair | Units | None = None
 
     @property
-    def pair(self) -> Pair:
-        """The two factors of a weight."""
-        assert isinstance(self.gram, Pair)
+    def pair(self) -> Pair | InputFactor:
+        """The two factors of a weight, or the one that the rule reads."""
+        assert not isinstance(self.gram, Units)
         return self.gram
 
-    def normalize(self) -> Pair | Units:
-        """Return the averages over their mass."""
+    def normalize(self) -> Any:
+        """Return the averages over their mass: `Pair`, `InputFactor` or `Units`, as `gram` is."""
         if isinstance(self.gram, Units):
             return Units(_divide_by_mass(self.gram.matrices, self.mass))
+        if isinstance(self.gram, InputFactor):
+            return InputFactor(_divide_by_mass(self.gram.input_factor, self.mass))
         return Pair(
             _divide_by_mass(self.gram.output_factor, self.mass),
             _divide_by_mass(self.gram.input_factor, self.mass),
@@ -215,6 +233,8 @@ def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
 
 
 def _select_block(gram: Any, i: int) -> Any:
+    if isinstance(gram, InputFactor):
+        return InputFactor(gram.input_factor[i : i + 1])
     if isinstance(gram, Pair):
         return Pair(gram.output_factor[i : i + 1], gram.input_factor[i : i + 1])
     return gram
@@ -346,6 +366,25 @@ class Rule(ABC):
         The gradient has the blocks' size: (B, O, n), of units (U, k), of entries (1, N).
         """
 
+    def make_state(self, shape: BlockShape) -> RuleState:
+        """Return `init` of a shape; raise where it cannot be stacked with others of its form."""
+        state = self.init(shape)
+        if not isinstance(state, RuleState):
+            why = f"init returned {type(state).__name__}"
+            raise _make_class_error(type(self), why, "Return a dataclass that extends RuleState")
+        for name, value in vars(state).items():
+            if isinstance(value, Tensor):
+                if value.shape[:1] != shape.size[:1]:
+                    counted = f"{shape.size[0]} blocks"
+                    why = f"{name} of its state has shape {tuple(value.shape)} for {counted}"
+                    remedy = "Let the first axis of every tensor count blocks, shape.size[0]"
+                    raise _make_class_error(type(self), why, remedy)
+            elif not _is_hashable(value):
+                why = f"{name} of its state is a {type(value).__name__}"
+                remedy = "Use a field for each tensor, and a tuple in the place of a list"
+                raise _make_class_error(type(self), why, remedy)
+        return state
+
     # --- what may be overridden -------------------------------------------------------------------
 
     def default_arguments(self) -> Defaults:
@@ -425,6 +464,24 @@ class Rule(ABC):
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
         return f"{type(self).__name__}({options})"
+
+
+def _is_hashable(value: Any) -> bool:
+    """Return whether a value can tell states of one form from others: no list in a tuple either."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def make_direction_error(rule: Rule, direction: Any, gradient: Tensor) -> PullbackError:
+    """Return the error for a direction that does not have its gradient's shape."""
+    got = type(direction).__name__
+    if isinstance(direction, Tensor):
+        got = f"shape {tuple(direction.shape)}"
+    why = f"direction returned {got} for a gradient of shape {tuple(gradient.shape)}"
+    return _make_class_error(type(rule), why, "Return one direction of the gradient's shape")
 
 
 def _make_class_error(cls: type, why: str, remedy: str) -> PullbackError:
