@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,8 +239,8 @@ def test_metrics_that_relate_samples_are_refused_and_functions_are_not(world: Wo
     world.run(built, squares)
 
 
-def count_groups_around(rank: int, size: int) -> list[int]:
-    """Return how many groups there are before training, after it, and after `close`."""
+def count_groups_around(rank: int, size: int, is_closed: bool) -> list[int]:
+    """Return how many groups there are before training, after it, and after the optimizer's end."""
     net = DistributedDataParallel(model_of("dense"))
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     counts = [len(groups)]
@@ -250,12 +251,17 @@ def count_groups_around(rank: int, size: int) -> list[int]:
         F.cross_entropy(net(x), y).backward()
         opt.step()
     counts.append(len(groups))
-    opt.close()
+    if is_closed:
+        opt.close()
+    else:
+        del opt
+        gc.collect()
     counts.append(len(groups))
     return counts
 
 
-def test_close_gives_up_the_group_of_sums(world: World) -> None:
-    for before, during, after in world.run(count_groups_around):
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "collected"])
+def test_the_end_of_an_optimizer_gives_up_the_group_of_sums(world: World, is_closed: bool) -> None:
+    for before, during, after in world.run(count_groups_around, is_closed):
         assert during == before + 1
         assert after == before

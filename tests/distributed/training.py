@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from pullback.optim.kfac import KFACLoadPlanner
 from tests.kfac_options import kfac_of
 
 from .world import GROUPS, place
@@ -259,8 +260,13 @@ def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
 
 def load(net: nn.Module, opt: Any, path: str, size: int) -> None:
     """Take up a checkpoint that any number of processes has written."""
-    for _ in range(2):  # the first load reads the table, the second what it names
-        state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
-        dcp.load(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
-        set_model_state_dict(net, state["model"])
-        set_optimizer_state_dict(net, opt, state["opt"])
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.load(
+        state,
+        checkpoint_id=path,
+        planner=KFACLoadPlanner(),
+        process_group=GROUPS.get(size),
+        no_dist=size == 1,
+    )
+    set_model_state_dict(net, state["model"])
+    set_optimizer_state_dict(net, opt, state["opt"])

@@ -175,11 +175,16 @@ class Processes:
         duplicate: Any = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
         return self.with_group(duplicate)
 
+    @property
+    def is_freed_alone(self) -> bool:
+        """Whether one process may give up the group without the others: gloo waits for none."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
     def destroy(self) -> None:
         """Give up a group that `duplicate` has made; all processes call it, and none goes on."""
-        if self.group is not None:
+        if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
-            self.group = None
+        self.group = None
 
     # --- tensors --------------------------------------------------------------------------------
 

@@ -4,10 +4,18 @@ A step in one direction: capture → record → structure → cotangents → sum
 rules → directions → update.
 """
 
+from typing import TYPE_CHECKING
+
+from ..._core.lazy import attach
 from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
 from .report import Coverage, Degenerate, KFACInfo
 from .rules import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
+
+if TYPE_CHECKING:
+    from .load_planner import KFACLoadPlanner
+else:  # it imports torch.distributed.checkpoint, which takes long
+    __getattr__, __dir__ = attach(__name__, {"load_planner": "KFACLoadPlanner"})
 
 __all__ = [
     "KFAC",
@@ -21,6 +29,7 @@ __all__ = [
     "Exact",
     "Invariant",
     "KFACInfo",
+    "KFACLoadPlanner",
     "Natural",
     "Rule",
     "Spectral",

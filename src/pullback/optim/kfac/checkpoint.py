@@ -12,9 +12,9 @@ For every parameter p:
 
 All leaves are tensors and numbers, and tensors that are not there from construction on have axes:
 torch's functions for checkpoints take over no others. Keys are names of enums and of a rule's own
-fields. The table has the same keys and shapes from construction on. It says which averages and
-states there are, so that `torch.distributed.checkpoint` can load in two passes before the first
-step: the first reads the table, and what it names is read by the second.
+fields. The table has the same keys and shapes from construction on. Before the first step
+`KFACLoadPlanner` lets `torch.distributed.checkpoint` read everything. Torch's own planner reads the
+table alone, which says what averages and states there are: then a second load reads them.
 """
 
 from __future__ import annotations
@@ -239,12 +239,13 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
         if t.shape != p.shape:
             raise incomplete(f"the moments of {name!r} have another shape")
     key = state.allocate_entries(name, p)
-    if not moments:
+    block = state.states.blocks[key]
+    room_by_name = block.state.tensors()
+    if room_by_name and not moments:
         state.is_shown = True
         return
-    block = state.states.blocks[key]
     tensors: dict[str, Tensor] = {}
-    for n, room in block.state.tensors().items():
+    for n, room in room_by_name.items():
         piece = get_local_piece(shard_like(moments[n].to(room.dtype), p.detach().to(room.dtype)))
         tensors[n] = piece.reshape(room.shape).contiguous()
     block.state = replace(block.state, **tensors)
@@ -317,9 +318,24 @@ def _match_names(state_dict: Any, names: Sequence[Sequence[str]]) -> dict[str, A
         raise foreign("its param groups differ")
     by_name: dict[str, Any] = {}
     for name, number in zip(chain(*names), chain(*numbers), strict=True):
-        if saved.get(number) is not None:  # frozen parameters may be left out
-            by_name[name] = saved[number]
+        if saved.get(number) is None:  # frozen parameters may be left out
+            continue
+        by_name[name] = saved[number]
+        if not isinstance(number, str) and str(number) in saved:
+            # torch.distributed.checkpoint puts numbers that it reads under keys of its own
+            by_name[name] = _merge(saved[number], saved[str(number)])
     return by_name
+
+
+def _merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts with the leaves of `changes` in their places."""
+    merged = dict(tree)
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            merged[key] = _merge(merged.get(key, {}), value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _has_table(state: Any) -> bool:
@@ -345,8 +361,8 @@ def half_loaded() -> PullbackError:
     return PullbackError(
         "The state was loaded in part",
         "torch.distributed.checkpoint reads what the optimizer names, and it knows the names of "
-        "averages and states since the first load",
-        "Load again in the same way: take state_dict(), dcp.load, load_state_dict() twice",
+        "averages and states since this load",
+        "Load with planner=pullback.optim.kfac.KFACLoadPlanner(), or a second time in the same way",
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -232,6 +233,9 @@ class Replicas:
             sent = self._start_sums(pool, layouts, params, self.processes)
         if self._layouts is None and self._overlaps:
             self._overlap_group = self.processes.duplicate()
+            if self._overlap_group is not None and self._overlap_group.is_freed_alone:
+                free = finalize(self, self._overlap_group.destroy)
+                free.atexit = False  # torch gives up all groups by itself then
         self._layouts = layouts
         sent.finish()
 
