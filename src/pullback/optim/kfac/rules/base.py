@@ -477,10 +477,10 @@ def _is_hashable(value: Any) -> bool:
 
 def make_direction_error(rule: Rule, direction: Any, gradient: Tensor) -> PullbackError:
     """Return the error for a direction that does not have its gradient's shape."""
-    got = type(direction).__name__
+    result = type(direction).__name__
     if isinstance(direction, Tensor):
-        got = f"shape {tuple(direction.shape)}"
-    why = f"direction returned {got} for a gradient of shape {tuple(gradient.shape)}"
+        result = f"shape {tuple(direction.shape)}"
+    why = f"direction returned {result} for a gradient of shape {tuple(gradient.shape)}"
     return _make_class_error(type(rule), why, "Return one direction of the gradient's shape")
 
 
