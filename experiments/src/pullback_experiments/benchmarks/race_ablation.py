@@ -159,7 +159,7 @@ class Powered(Spectral):
             self._average_moments(state, gradient, step)
         d = super().direction(gradient, state, step)
         if self.whitens_twice:
-            d = self.whiten(d, state)
+            d = self._apply_powers(d, state)
             d = d * (0.2 * d[0].numel() ** 0.5 / d.norm(dim=(1, 2), keepdim=True))
         return d
 
@@ -172,8 +172,12 @@ class Powered(Spectral):
             state.column_root.copy_(_root(state.column_moment, self.power, self.share))
             state.row_root.copy_(_root(state.row_moment, self.power, self.share))
 
-    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+    def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
         assert isinstance(state, PoweredState)
+        return self._apply_powers(momentum, state)
+
+    def _apply_powers(self, momentum: Tensor, state: PoweredState) -> Tensor:
+        """Return L^(-p) M C^(-p), up to a number."""
         m = momentum.float()
         if self.gradient:
             m = m @ state.column_root

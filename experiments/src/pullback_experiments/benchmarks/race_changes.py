@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pullback import KFAC
-from pullback.grams.kronecker.roots import inverse_root, scale_to_half
+from pullback.grams.kronecker.roots import inverse_root
 from pullback.optim.kfac import AdamW, Estimation, Spectral, Statistics
 from pullback.optim.kfac.rules import (
     BlockShape,
@@ -88,10 +88,9 @@ class TwoSided(Spectral):
                 report.fail(block, "the root of its output factor did not converge")
         return report
 
-    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+    def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
         assert isinstance(state, TwoSidedState)
-        half = scale_to_half(momentum, state.root)[0]
-        return torch.bmm(state.output_root, torch.bmm(half, state.root))
+        return torch.bmm(state.output_root, super().whiten(momentum, squares, state))
 
 
 # --- the input factor on the output head ----------------------------------------------------------
