@@ -15,6 +15,7 @@ from pullback.pde.judgement.chebyshev import ChebyshevBasis, differentiate_cheby
 from pullback.pde.judgement.correction import CorrectionFailed, correct_solution, is_resolved
 from pullback.pde.judgement.error_profile import ErrorProfile
 from pullback.pde.judgement.growth import measure_growth
+from pullback.pde.judgement.jumps import find_jump
 
 pi = math.pi
 
@@ -130,6 +131,90 @@ def test_a_nonlinear_equation_and_a_large_error() -> None:
     profile, true = correct(problem, lambda x: logistic(x[:, 1:], 2e-3))
     assert true > 0.3
     assert profile.error == pytest.approx(true, rel=0.1)
+
+
+def test_a_wrong_share_of_mass_in_two_wells() -> None:
+    """(u' + V'u)' = 0 with V = 6(x² − 1)²: little flux moves all mass to the right well."""
+
+    def density(x: Any) -> Any:
+        return torch.exp(-6 * (x**2 - 1) ** 2)
+
+    def drift(x: Tensor) -> Tensor:
+        return 24 * x * (x**2 - 1)
+
+    interval = pde.Interval(-1.6, 1.6)
+    points = interval.quadrature()
+    mass = float(points.weights @ density(points.x[:, 0]))
+    problem = pde.Problem(
+        interval,
+        [
+            pde.Equation(lambda u, x: u.xx + drift(x) * u.x + (72 * x**2 - 24) * u),
+            pde.Equation(lambda u, x: u.x + drift(x) * u, on=interval.boundary, name="flux"),
+            pde.Integral(lambda u: u, mass),
+        ],
+        exact=density,
+    )
+    profile, true = correct(problem, lambda x: density(x) * (1 + torch.erf(12**0.5 * x)))
+    assert is_resolved(profile)
+    assert true == pytest.approx(1.0, rel=0.02)
+    assert profile.error == pytest.approx(true, rel=0.02)
+
+
+def test_what_polynomials_do_not_resolve_may_be_amplified() -> None:
+    """A source of width 0.003, which the answer u = x(1 − x) knows nothing of."""
+
+    def source(x: Tensor) -> Tensor:
+        return 200 * torch.exp(-(((x - 0.3) / 0.003) ** 2))
+
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: u.xx + 2 + source(x)), pde.Dirichlet(0.0)],
+    )
+    profile = correct_solution(problem, Given(lambda x: x * (1 - x)), {})
+    assert profile is not None
+    assert not is_resolved(profile)
+    slope = 200 * 0.003 * math.sqrt(pi) * 0.7  # at 0, of the Green's function of the source
+    x = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    missing = torch.where(x < 0.3, slope * x, slope * 0.3 / 0.7 * (1 - x))
+    true = float(missing.norm() / (missing + x * (1 - x)).norm())
+    assert profile.error + profile.unexplained > true / 2
+
+
+JUMPING = {
+    "rod": lambda u, x: torch.where(x < 0.5, 1.0, 10.0) * u.laplacian + 1,
+    "inclusion": lambda u, x, y: torch.where(x**2 + y**2 < 0.3, 1.0, 5.0) * u.laplacian + 1,
+}
+SMOOTH = {
+    "source": lambda u, x: u.laplacian + torch.where(x < 0.5, 1.0, 10.0),
+    "obstacle": lambda u, x: torch.minimum(u.value, -u.laplacian - torch.sin(7 * x)),
+    "steep": lambda u, x: (1 + torch.sigmoid(1e4 * (x - 0.3))) * u.laplacian + 1,
+    "first order": lambda u, x: torch.where(x < 0.5, 1.0, 10.0) * u.x + 1,
+}
+
+
+@pytest.mark.parametrize("name", [*JUMPING, *SMOOTH])
+def test_coefficients_that_jump_are_found(name: str) -> None:
+    equation = {**JUMPING, **SMOOTH}[name]
+    square = pde.Box([(0, 1), (0, 1)])
+    problem = pde.Problem(square, [pde.Equation(equation), pde.Dirichlet(0.0)])
+    assert bool(find_jump(problem)) is (name in JUMPING)
+
+
+def test_an_error_is_unknown_where_a_coefficient_jumps() -> None:
+    """a u'' = −1 in one field holds for a smooth u, whose flux jumps."""
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, x: torch.where(x < 0.5, 1.0, 10.0) * u.xx + 1),
+            pde.Dirichlet(0.0),
+        ],
+    )
+    with pytest.warns(UserWarning, match="'equation' near x = 0.5"):
+        solution = pde.solve(problem, pde.mlp(1, 4, 1, seed=0), steps=3, progress=False)
+    assert "give each side a field" in solution.stopped
+    estimate = solution.check().estimate
+    assert estimate is not None
+    assert math.isnan(estimate.error)
 
 
 def test_hard_conditions_are_kept() -> None:

@@ -124,7 +124,7 @@ def solve(
         solution = Run(problem, network, settings, checkpoint).advance()
     if solution.verdict.name is Outcome.CONVERGED and solution.verdict.estimated is None:
         solution.verdict = solution.judge_error()
-    elif solution.verdict.name in {Outcome.STALLED, Outcome.UNFINISHED}:
+    elif solution.verdict.name in {Outcome.STALLED, Outcome.UNFINISHED, Outcome.OVERFITTED}:
         solution.verdict = solution.judge_residuals()
     if solution.verdict.alarming and find_solve_processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)

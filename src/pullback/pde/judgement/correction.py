@@ -56,7 +56,9 @@ class CorrectionLimits:
         levels: that are tried one after the other; the last one takes a few seconds on a core.
         most_dimensions: beyond which too few polynomials fit along an axis.
         time_degree: polynomials in time in every window.
-        largest_degree: along an axis of space; of fourth derivatives round-off is 1e-6 then.
+        largest_degrees: polynomials along an axis of space at most, where the highest derivative
+            is the first, second, third or fourth; errors are right to five digits there. With 160
+            polynomials and a fourth derivative round-off hides them.
         oversampling: points for every coefficient.
         boundary_points: for every point of an equation, on conditions elsewhere.
         newton_steps: for equations that are not linear.
@@ -64,6 +66,7 @@ class CorrectionLimits:
         newton_tolerance: of a step relative to the error: one digit of an error is enough.
         resolved_share: of the residuals that the polynomials may leave; they see the rest.
         smallest_singular_value: relative, below which combinations of polynomials are left out.
+        loose_share: of a field, that such a combination may have: no condition determines it.
         error_points: of a window, at which errors are measured.
     """
 
@@ -74,7 +77,7 @@ class CorrectionLimits:
     )
     most_dimensions: int = 3
     time_degree: int = 6
-    largest_degree: int = 40
+    largest_degrees: tuple[int, ...] = (160, 160, 160, 80)
     oversampling: float = 2.0
     boundary_points: float = 0.5
     newton_steps: int = 8
@@ -82,6 +85,7 @@ class CorrectionLimits:
     newton_tolerance: float = 0.05
     resolved_share: float = 0.3
     smallest_singular_value: float = 1e-12
+    loose_share: float = 1e-4
     error_points: int = 400
 
 
@@ -148,11 +152,13 @@ class ErrorSpace:
         problem: with the conditions that the network has built in as far as they must be added.
         network: the solution, in float64.
         distance: a factor of the error that vanishes where the network is exact, None without.
+        largest_degree: of polynomials along an axis of space.
     """
 
     problem: Problem
     network: nn.Module
     distance: nn.Module | None
+    largest_degree: int
 
 
 class _Distance(nn.Module):
@@ -185,7 +191,22 @@ def _find_error_space(problem: Problem, network: nn.Module) -> ErrorSpace | None
             axis = problem.domain.names[module.axis]
             if axis not in stated:
                 conditions.append(Periodic(axis, order=2))
-    return ErrorSpace(problem.restrict(problem.domain, conditions), network, distance)
+    restricted = problem.restrict(problem.domain, conditions)
+    orders = LIMITS.largest_degrees
+    largest_degree = orders[min(_find_highest_order(restricted), len(orders)) - 1]
+    return ErrorSpace(restricted, network, distance, largest_degree)
+
+
+def _find_highest_order(problem: Problem) -> int:
+    """Return the order of the highest derivative in the conditions, at least 1."""
+    highest = 1
+    for condition in problem.conditions:
+        count = condition.region(problem.domain).point_count or 1
+        sites = draw_sites(problem, condition, count, "sobol", _SEED)
+        for index in LocalResidual(problem, condition, sites).indices:
+            order = 2 if index is None else len(index)
+            highest = max(highest, order)
+    return highest
 
 
 def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
@@ -194,16 +215,19 @@ def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
     is_cut = _is_cut_in_time(space)
     windows: list[WindowError] = []
     unresolved = 0.0
+    unexplained = 0.0
     initial_values: FieldAtTime | None = None
     for piece in _place_windows(space, level):
         restricted = problem
         if is_cut:
             restricted = restrict_to_window(problem, piece.start, piece.end, initial_values)
-        degrees = _choose_degrees(restricted, level, is_window=is_cut)
+        degrees = _choose_degrees(restricted, level, space.largest_degree, is_window=is_cut)
         window = Window(restricted, piece.network, space.distance, degrees)
         window.solve()
         unresolved = max(unresolved, window.unresolved)
-        windows.append(window.measure(piece.start, piece.end))
+        if unresolved > LIMITS.resolved_share:
+            unexplained = window.bound_unexplained(unexplained)
+        windows.append(window.measure(piece.start, piece.end, unexplained))
         initial_values = window.read_values
     return ErrorProfile(tuple(windows), problem.fields, find_nonzero_fields(problem), unresolved)
 
@@ -246,15 +270,17 @@ def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[Piece]:
     return pieces
 
 
-def _choose_degrees(problem: Problem, level: CorrectionLevel, *, is_window: bool) -> list[int]:
+def _choose_degrees(
+    problem: Problem, level: CorrectionLevel, largest_degree: int, *, is_window: bool
+) -> list[int]:
     """Return how many polynomials a level has along each axis."""
     dim = problem.domain.dim
     coefficients = level.coefficients / len(problem.fields)
     if not is_window:
-        degree = min(int(coefficients ** (1 / dim)), LIMITS.largest_degree)
+        degree = min(int(coefficients ** (1 / dim)), largest_degree)
         return [max(degree, 2)] * dim
     degree = int((coefficients / LIMITS.time_degree) ** (1 / (dim - 1)))
-    degree = max(min(degree, LIMITS.largest_degree), 2)
+    degree = max(min(degree, largest_degree), 2)
     return [*[degree] * (dim - 1), LIMITS.time_degree]
 
 
@@ -466,16 +492,55 @@ class Window:
             torch.cat([part.rows for part in parts]), torch.cat([part.residuals for part in parts])
         )
 
-    def measure(self, start: float, end: float) -> WindowError:
+    def bound_unexplained(self, initial_error: float) -> float:
+        """Return the root mean square of what residuals that e leaves may add to the error.
+
+        It is σ·‖r‖, where σ = max ‖e‖/‖A e‖ over all polynomials: the equation's stability as far
+        as they see it.
+
+        Args:
+            initial_error: that of the window before, which the initial values have.
+        """
+        system = self._linearize(self._coefficients)
+        violation = system.norm
+        for rows in self._rows:
+            if rows.condition.is_initial:
+                violation += rows.scale * initial_error
+        _, singular_values, directions = torch.linalg.svd(system.rows, full_matrices=False)
+        is_seen = singular_values > LIMITS.smallest_singular_value * singular_values[0]
+        fields = self._evaluate_fields()
+        unseen = fields @ directions[~is_seen].T
+        if unseen.numel() and float(unseen.norm(dim=0).max()) > LIMITS.loose_share:
+            return math.inf
+        reach = fields @ directions[is_seen].T / singular_values[is_seen]
+        return float(torch.linalg.matrix_norm(reach, 2)) * violation
+
+    def _evaluate_fields(self) -> Tensor:
+        """Return all fields of each coefficient at points, (Nm, mK), so that ‖·‖ is the mean."""
+        x = self._draw_error_points()
+        blocks = []
+        for field, name in enumerate(self._problem.fields):
+            values = self._polynomials.derivative(x, (), field)
+            if name in self._problem.free:
+                values = values - values.mean(0)
+            blocks.append(values / math.sqrt(len(x)))
+        return torch.block_diag(*blocks)
+
+    def _draw_error_points(self) -> Tensor:
+        return self._problem.domain.sample(LIMITS.error_points, "sobol", seed=_SEED).x
+
+    def measure(self, start: float, end: float, unexplained: float = 0.0) -> WindowError:
         """Return mean squares of the error and of the corrected solution over the window."""
-        x = self._problem.domain.sample(LIMITS.error_points, "sobol", seed=_SEED).x
+        x = self._draw_error_points()
         error = self._evaluate_error(x, ())
         with torch.no_grad():
             corrected = self._network(x) + error
         is_free = torch.tensor([name in self._problem.free for name in self._problem.fields])
         error = error - torch.where(is_free, error.mean(0), 0.0)
         corrected = corrected - torch.where(is_free, corrected.mean(0), 0.0)
-        return WindowError(start, end, error.square().mean(0), corrected.square().mean(0))
+        return WindowError(
+            start, end, error.square().mean(0), corrected.square().mean(0), unexplained
+        )
 
 
 def find_nonzero_fields(problem: Problem) -> frozenset[str]:

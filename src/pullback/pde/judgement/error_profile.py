@@ -21,12 +21,14 @@ class WindowError:
         start, end: of the window.
         squared_errors: mean squares of the error of each field, (m,).
         squared_sizes: those of the second solution, (m,).
+        unexplained: root mean square of what unresolved residuals may add, all fields together.
     """
 
     start: float
     end: float
     squared_errors: Tensor
     squared_sizes: Tensor
+    unexplained: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ class ErrorProfile:
         judged = [by_field[name] for name in self.fields if name not in self.lost_fields]
         judged += [by_field[name] for name in self.nonzero_fields]
         return max([self.total, *judged])
+
+    @property
+    def unexplained(self) -> float:
+        """What residuals that the second solution leaves may add to the relative error."""
+        squared = sum((w.end - w.start) * w.unexplained**2 for w in self.windows)
+        return _divide(squared, float(self._sizes.sum()))
 
     @property
     def lost_fields(self) -> tuple[str, ...]:

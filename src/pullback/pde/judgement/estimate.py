@@ -70,11 +70,14 @@ class Estimate:
     def combine(self, profile: ErrorProfile, *, is_resolved: bool) -> Estimate:
         """Return the estimate by a second discretization.
 
-        If that one does not resolve the residuals, the larger error counts. Whether the conditions
-        determine the solution at all is a question to the tangents, unless it was integrated.
+        If that one does not resolve the residuals, the larger error counts, with what the others
+        may add. Whether the conditions determine the solution at all is a question to the tangents,
+        unless it was integrated.
         """
         error = profile.error
         is_undetermined = self.error == inf and not profile.is_integrated
+        if not is_resolved:
+            error += profile.unexplained
         if not is_resolved or is_undetermined:
             error = max(error, self.error)
         lost_fields = profile.lost_fields

@@ -31,6 +31,7 @@ from .estimate import Estimate, estimate_error
 from .growth import measure_growth
 from .history import History
 from .integration import IntegrationFailed, compare_with_integration
+from .jumps import find_jump
 from .stop import Stop
 from .validation import Residual, Validation
 from .verdict import PDEVerdict
@@ -171,6 +172,9 @@ class PDESolution:
 
     def judge_error(self) -> PDEVerdict:
         """Return the verdict with an estimate of the error, where there is one."""
+        jump = find_jump(self.problem)
+        if jump:
+            return replace(self.verdict, jump=jump)
         has_noise = any(c.is_measured or c.is_prior for c in self.problem.conditions)
         if has_noise and not self.unknowns:
             return self.verdict
@@ -189,7 +193,13 @@ class PDESolution:
         )
 
     def judge_residuals(self) -> PDEVerdict:
-        """Return the verdict with the place where most of an equation's residual lies, if any."""
+        """Return the verdict with the place where most of an equation's residual lies, if any.
+
+        A coefficient that jumps is told as well.
+        """
+        jump = find_jump(self.problem)
+        if jump:
+            return replace(self.verdict, jump=jump)
         equations = {c.name for c in self.problem.conditions if c.is_equation and c.on is None}
         residuals = {name: r for name, r in self.residual.items() if name in equations}
         if not residuals:
@@ -216,10 +226,13 @@ class PDESolution:
     ) -> Estimate | None:
         """Return an estimate by a second discretization, by the tangents, or by both.
 
-        The tangents do not see how an unstable equation amplifies errors.
+        The tangents do not see how an unstable equation amplifies errors. Where a coefficient
+        jumps the error is unknown.
         """
         affine = all(residual.affine for residual in residuals.values())
         estimate = self._estimate_by_tangents(affine, most_parameters)
+        if find_jump(self.problem):
+            return replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)
         try:
             profile = self._compare_discretizations()
         except (CorrectionFailed, IntegrationFailed):

@@ -52,7 +52,10 @@ THRESHOLDS = VerdictThresholds()
 _REMEDIES = {
     Outcome.OVERFITTED: "Use more points=, sampler='sobol' or a smaller network",
     Outcome.INACCURATE: "More steps= or budget=, a wider network or another weight= lowers it",
-    Outcome.DOUBTFUL: "Compare another seed or width by check(against=), or lower the residuals",
+    Outcome.DOUBTFUL: (
+        "More steps= or budget= or a wider network may lower the residuals; else compare another "
+        "seed by check(against=)"
+    ),
     Outcome.STALLED: (
         "Try another seed, a wider or deeper network, slabs= or another weight= first"
     ),
@@ -61,6 +64,10 @@ _REMEDIES = {
 _CONCENTRATED_REMEDY = (
     "Put more points= there by Refine(...), or build in what happens there: a field for each side "
     "of a jump, a singular function at a corner, Hard(...) at a layer"
+)
+_JUMP_REMEDY = (
+    "The solution has a kink there, which one smooth field cannot have: give each side a field and "
+    "an equation of its own, and state both jump conditions where they meet"
 )
 _TINY_SOLUTION = (
     "The solution is tiny beside the initial network: state the problem in units in which its "
@@ -73,7 +80,8 @@ _EXCITED_REMEDY = (
 )
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
-    "Another seed will give another answer"
+    "Another seed will give another answer. If none is missing, such residuals leave it open, and "
+    "symmetry or a known position must be built into the network"
 )
 
 
@@ -94,6 +102,7 @@ class PDEVerdict:
         lost_fields: those that are as large as their errors, and may be zero.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         concentrated: where most of the largest residual lies, in words; empty if it is spread.
+        jump: where a coefficient of the highest derivatives jumps, in words; empty if none does.
         noise: relative misfit of measured data, 0 without data; equations cannot hold much better
             than these where both are in the loss.
         has_many_states: whether it is an eigenvalue problem, which other states solve as well.
@@ -113,6 +122,7 @@ class PDEVerdict:
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
     concentrated: str = ""
+    jump: str = ""
     noise: float = 0.0
     has_many_states: bool = False
     is_excited: bool = False
@@ -149,7 +159,7 @@ class PDEVerdict:
     def _judge_error(self) -> Outcome:
         """Return the verdict on an error, where residuals are small."""
         error = self.estimated or 0.0
-        if self.loose or self.is_excited or error > THRESHOLDS.doubtful_error:
+        if self.loose or self.is_excited or self.jump or error > THRESHOLDS.doubtful_error:
             return Outcome.DOUBTFUL
         if error > THRESHOLDS.accurate_error:
             return Outcome.INACCURATE
@@ -181,6 +191,9 @@ class PDEVerdict:
         """The numbers that the verdict rests on."""
         residuals = f"residuals at fresh points are {self.relative:.1g} of their terms"
         name = self.name
+        if self.jump:
+            coefficient = f"the coefficient of the highest derivative jumps in {self.jump}"
+            return f"{residuals}, but {coefficient}: the error is unknown"
         if name is Outcome.OVERFITTED:
             losses = f"{self.training_loss:.1e} at its points and {self.fresh_loss:.1e}"
             return f"the loss is {losses} at fresh ones"
@@ -238,6 +251,8 @@ class PDEVerdict:
     @property
     def _remedy(self) -> str:
         """What to try next, or nothing."""
+        if self.jump:
+            return f". {_JUMP_REMEDY}"
         if self.name is Outcome.DOUBTFUL and self._open_quantities:
             return f". {_MISSING_CONDITION}"
         if self.name is Outcome.DOUBTFUL and self.is_excited:
@@ -248,7 +263,7 @@ class PDEVerdict:
             return self._improvement
         if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
             return f". {_TINY_SOLUTION}"
-        if self.concentrated:
+        if self.concentrated and not self.ended_early:
             return f". {_CONCENTRATED_REMEDY}"
         return f". {_REMEDIES[self.name]}"
 

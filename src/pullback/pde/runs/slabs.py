@@ -226,7 +226,8 @@ class SlabMarch:
             self._planned_count or len(networks),
             ended=self._ends_march(last),
         )
-        if self._control.accurate_residual is not None and verdict.name is Outcome.CONVERGED:
+        is_solved = verdict.name is Outcome.CONVERGED and not self._has_spent_budget
+        if self._control.accurate_residual is not None and is_solved:
             verdict = replace(verdict, stop=Stop(StopReason.ALL_SLABS, len(networks)))
         return PDESolution(
             self._problem,

@@ -53,11 +53,12 @@ class StateWindowSizes:
 
 
 SIZES = StateWindowSizes()
-#: windows are cheap here, so that they may be short and must be accurate
+#: windows are cheap here, so that they may be short and must be accurate; the first ones of a stiff
+#: system are as short as its fastest decay, before which halvings change little
 CONTROL = MarchControl(
     first_share=1 / 16,
-    shortest_share=1 / 4096,
-    halvings_compared=5,
+    shortest_share=2.0**-24,
+    halvings_compared=16,
     accurate_residual=1e-8,
     easy_share=1.0,
     easy_residual=3e-11,
