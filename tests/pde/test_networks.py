@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.maps.jets import Jet, Scheme, differentiate_nested
+from pullback.maps.jets.axes import has_separate_axes
 from pullback.pde.networks.field_sizes import choose_units
 from pullback.pde.networks.modules import ACTIVATIONS
 from pullback.pde.networks.state import InUnits
@@ -181,3 +182,47 @@ def test_small_data_of_what_may_grow_give_no_units() -> None:
     start = pde.Dirichlet(1e-6, on=lambda domain: domain.face("t", "low"))
     problem = pde.Problem(pde.Interval(0, 1, name="t"), [pde.Equation(slope), start])
     assert choose_units(problem).tolist() == [1.0]
+
+
+SCHEMES = {
+    "Laplacian": Scheme.of([], range(4)),
+    "time and Laplacian": Scheme.of([(3,)], range(3)),
+    "third derivatives": Scheme.of([(0, 0, 0), (1, 1)], (2,)),
+    "values": Scheme.of([]),
+    "mixed derivatives": Scheme.of([(0, 1)]),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(("rank", "pairs"), [(2, 0), (0, 2), (3, 1)])
+def test_separable_network_has_the_derivatives_of_autograd(
+    scheme: Scheme, rank: int, pairs: int
+) -> None:
+    inner = pde.Separable(4, 2, rank=rank, width=3, pairs=pairs, seed=1)
+    network = pde.Rescaled(inner, pde.Box([(0, 2)] * 4))
+    x = torch.rand(5, 4, dtype=torch.float64)
+    jet = network(Jet.input(x, scheme))
+    with torch.no_grad():
+        exact = differentiate_nested(network, x, scheme)
+        assert torch.allclose(jet.expand_channels().stack_channels(), exact, atol=1e-14)
+
+
+def test_separate_axes_are_recognized() -> None:
+    """Scaled coordinates are separate; rotated ones are not."""
+    x = torch.rand(5, 2, dtype=torch.float64)
+    coordinates = Jet.input(x, Scheme.of([], range(2)))
+    assert has_separate_axes(2 * (coordinates - 1.0))
+    assert not has_separate_axes(coordinates @ torch.ones(2, 2, dtype=torch.float64))
+    assert not has_separate_axes(coordinates.sin())
+    assert not has_separate_axes(x)
+
+
+def test_separable_network_of_rotated_coordinates() -> None:
+    turn = torch.nn.Linear(2, 2, dtype=torch.float64)
+    network = torch.nn.Sequential(turn, pde.Separable(2, rank=2, width=3, seed=0))
+    x = torch.rand(5, 2, dtype=torch.float64)
+    scheme = Scheme.of([], range(2))
+    jet = network(Jet.input(x, scheme))
+    with torch.no_grad():
+        exact = differentiate_nested(network, x, scheme)
+        assert torch.allclose(jet.expand_channels().stack_channels(), exact, atol=1e-14)

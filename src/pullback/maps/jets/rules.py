@@ -276,6 +276,8 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     else:
         jet = b.map_channels(lambda x, _: alpha * x)
         value = _check_constant(a, jet) + jet.value
+    if value.shape == jet.shape:  # channels that are the same at all points stay one copy
+        return jet.map_channels(lambda x, _: x, value=value)
     return jet.map_channels(lambda x, n: x.expand(*x.shape[:n], *value.shape), value=value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...maps.jets.axes import add_axes, has_separate_axes, multiply_axes, split_axes
 from ..arguments import check_seed, is_integer, require
 from .modules import ACTIVATIONS
 
@@ -91,13 +92,7 @@ class Separable(nn.Module):
                 self.combine = nn.Linear(rank, fields, bias=False, dtype=dtype)
 
     def forward(self, x: Any) -> Any:
-        sums: Any = 0.0
-        product: Any = 1.0
-        for axis, network in enumerate(self.axes):
-            outputs = network(x[:, axis : axis + 1])
-            sums = sums + outputs[:, : self._sums]
-            if self.rank:
-                product = product * (1.0 + outputs[:, self._sums :])
+        sums, product = self._combine_axes(x)
         total = sums[:, : self.fields]
         if self.pairs:
             middle = self.fields + self.pairs
@@ -106,3 +101,24 @@ class Separable(nn.Module):
         if self.rank:
             total = total + self.combine(product)
         return total
+
+    def _combine_axes(self, x: Any) -> tuple[Any, Any]:
+        """Return the sums over all axes, (N, fields + 2 pairs), and the products, (N, rank).
+
+        Derivatives of one axis do not meet those of others, until these are combined.
+        """
+        if has_separate_axes(x):
+            outputs = [axis(c) for axis, c in zip(self.axes, split_axes(x), strict=True)]
+            sums = add_axes([jet[:, : self._sums] for jet in outputs], x.scheme)
+            if not self.rank:
+                return sums, None
+            factors = [1.0 + jet[:, self._sums :] for jet in outputs]
+            return sums, multiply_axes(factors, x.scheme)
+        total: Any = 0.0
+        product: Any = 1.0
+        for axis, network in enumerate(self.axes):
+            functions = network(x[:, axis : axis + 1])
+            total = total + functions[:, : self._sums]
+            if self.rank:
+                product = product * (1.0 + functions[:, self._sums :])
+        return total, product
