@@ -242,6 +242,7 @@ def dense_gradients(
 
 def own_group(
     param_group: dict[str, Any],
+    model: nn.Module,
     names: Mapping[int, str],
     grouped: Collection[int] = (),
     *,
@@ -251,7 +252,8 @@ def own_group(
 
     Args:
         param_group: what the user gave.
-        names: of the model's parameters, by their id.
+        model: whose parameters they must be.
+        names: of the parameters that it had when the optimizer was built, by their id.
         grouped: ids of those that are in another group already.
         sharded: whether parameters may lie on several processes.
     """
@@ -272,7 +274,7 @@ def own_group(
             p = entry
         name = names.get(id(p))
         if name is None:
-            _refuse_stranger(p)
+            _refuse_stranger(p, model)
         refuse_parameter(str(name), p, sharded=sharded)
         if id(p) in ids:
             raise PullbackError(
@@ -284,17 +286,10 @@ def own_group(
     return {**param_group, "params": params}
 
 
-def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[int, str]) -> None:
-    """Raise for parameters that the model received after the optimizer was built."""
-    if isinstance(param_group, dict):
-        params = param_group.get("params")
-    else:
-        params = None
-    if isinstance(params, Tensor) or not isinstance(params, Collection):
-        return
-    ids = {id(p) for p in params}
-    for name, p in unwrap_model(model).named_parameters():
-        if id(p) in ids and id(p) not in names:
+def _refuse_stranger(p: object, model: nn.Module) -> None:
+    """Raise for a parameter that was not the model's when the optimizer was built."""
+    for name, current in unwrap_model(model).named_parameters():
+        if current is p:
             raise PullbackError(
                 f"Parameter {name!r} is new in the model",
                 "its layer was added after the optimizer was built, which watches the layers that "
@@ -302,10 +297,6 @@ def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[in
                 "Build the optimizer again after changing the model; load_state_dict does not "
                 "carry over to other layers",
             )
-
-
-def _refuse_stranger(p: object) -> None:
-    """Raise for a parameter that is not the model's."""
     if isinstance(p, Tensor):
         what = f"a tensor of shape {tuple(p.shape)}"
     else:

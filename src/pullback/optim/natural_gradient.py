@@ -244,7 +244,8 @@ class NaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
-        group = own_group(param_group, self._names, {id(p) for p in self._parameters()})
+        present = {id(p) for p in self._parameters()}
+        group = own_group(param_group, self.model, self._names, present)
         lr = group.get("lr", self.defaults["lr"])
         if not float(lr) >= 0:
             raise PullbackError(

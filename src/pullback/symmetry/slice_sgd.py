@@ -114,7 +114,7 @@ class SliceSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own rates."""
-        group = own_group(param_group, self._names)
+        group = own_group(param_group, self.model, self._names)
         for name in ("lr", "momentum", "weight_decay"):
             value = group.get(name, self.defaults[name])
             if isinstance(value, Tensor):

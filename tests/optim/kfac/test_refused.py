@@ -293,12 +293,20 @@ def test_states_that_do_not_fit_change_nothing(name: str) -> None:
     assert torch.equal(vector(one), vector(second.model))
 
 
-def test_a_layer_that_was_appended_after_construction() -> None:
+@pytest.mark.parametrize("make_optimizer", [pb.KFAC, pb.NaturalGradient])
+def test_a_layer_that_was_appended_after_construction(make_optimizer: Any) -> None:
+    """Its parameters may come as a list, one by one, alone or with their names."""
     model = net()
-    opt = pb.KFAC(model)
+    opt = make_optimizer(model)
     model.append(nn.Linear(4, 4))
-    with refused("is new in the model", "added after the optimizer was built", "Build"):
-        opt.add_param_group({"params": list(model[-1].parameters())})
+    layer = model[-1]
+    for params in (
+        [*layer.parameters()], layer.parameters(), layer.weight, layer.named_parameters()
+    ):  # fmt: skip
+        with refused("is new in the model", "added after the optimizer was built", "Build"):
+            opt.add_param_group({"params": params})
+    with refused("does not belong to the model", "is not among its parameters", "Pass"):
+        opt.add_param_group({"params": nn.Linear(4, 4).parameters()})
 
 
 def test_another_model_was_trained() -> None:

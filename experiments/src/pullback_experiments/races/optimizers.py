@@ -109,8 +109,8 @@ def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]
 
 
 def eigenbasis(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-    """Adam in the eigenbases of K-FAC's factors."""
-    return [_make_kfac(model, lr, Eigenbasis, settings)]
+    """Adam in the eigenbases of K-FAC's factors, with the memories of the other entrants."""
+    return [_make_kfac(model, lr, Eigenbasis, {"rule_betas": (0.9, 0.95), **settings})]
 
 
 def _make_kfac(

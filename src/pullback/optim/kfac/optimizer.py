@@ -41,7 +41,6 @@ from ..checks import (
     dense_gradients,
     own_group,
     refuse_inference,
-    refuse_late_parameters,
     refuse_model,
 )
 from ..closure import ClosureMemory, ClosureWarning
@@ -318,8 +317,7 @@ class KFAC(Optimizer):
         present: set[int] = set()
         for group in self.param_groups:
             present.update(map(id, group["params"]))
-        refuse_late_parameters(param_group, self.model, self._params.names)
-        group = own_group(param_group, self._params.names, present, sharded=True)
+        group = own_group(param_group, self.model, self._params.names, present, sharded=True)
         arguments.check_group(group, self.defaults)
         super().add_param_group(group)
         self._assign()
