@@ -75,6 +75,15 @@ def test_another_network_is_tried_if_the_first_one_creeps() -> None:
     assert solution.history.seconds[0] > 0
 
 
+def test_another_network_is_tried_above_the_tolerance() -> None:
+    """Three neurons are stuck at an error that is more than was asked for."""
+    network = pde.mlp(1, 3, 1, seed=0)
+    options = {"points": 30, "patience": 8, "tol": 1e-12, "measure": 50}
+    solution = solve(poisson(), network, steps=250, **options)
+    assert len(solution.verdict.tried) == 2
+    assert solution.network is network
+
+
 def test_looks_do_not_change_a_run_that_starts_anew() -> None:
     limits = Limits(steps=120, tol=None, patience=12, budget=None)
     settings = Settings(

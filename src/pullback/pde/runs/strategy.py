@@ -12,6 +12,7 @@ from torch import nn
 from ..._core.errors import PullbackError
 from ..judgement.integration import IntegrationFailed
 from ..judgement.solution import PDESolution
+from ..judgement.stop import StopReason
 from ..judgement.verdict import Outcome
 from ..networks.field_sizes import choose_units
 from ..problem.problem import Problem
@@ -207,7 +208,8 @@ class Strategy:
        are tried, and one before a problem is cut in time.
     3. March: if none gets on and the problem has an initial value, time is cut into slabs. For
        ordinary differential equations that comes before other networks, with small ones.
-    4. Finish: the best network takes all its steps. Time is cut where that is not enough.
+    4. Finish: the best network takes all its steps. Another one is tried if it is stuck above the
+       tolerance that the caller asked for. Time is cut where that is not enough.
 
     All stages share the budget. What was tried is in the verdict.
 
@@ -359,13 +361,44 @@ class Strategy:
         marched = None
         solution = best.get_solution()
         if not self._has_ended(solution):
-            solution = best.advance(1.0, self._seconds_elsewhere(best) + self._seconds_reserved)
+            best.advance(1.0, self._seconds_elsewhere(best) + self._seconds_reserved)
+            best = self._try_again(best)
+            solution = best.get_solution()
         if best.run.network is not self._network:
             self._network.load_state_dict(best.run.network.state_dict())
             solution.network = self._network
         if self._is_unsolved(solution) and self._can_march:
             marched = self._march(best)
         return marched or self._describe(solution, best.words)
+
+    def _try_again(self, best: Attempt) -> Attempt:
+        """Return another network after all its steps, where the best is stuck above `tol`.
+
+        It is the best one itself where that is not so, or the other does not come closer.
+        """
+        number = len(self._attempts)
+        is_possible = number <= len(CANDIDATES) and self._can_try_another
+        if not is_possible or not self._is_stuck_above_tolerance(best):
+            return best
+        other = self._try_candidate(number, CANDIDATES[number - 1])
+        if other is None or other.is_creeping:
+            return best
+        if not self._has_ended(other.get_solution()):
+            other.advance(1.0, self._seconds_elsewhere(other))
+        if self._has_ended(other.get_solution()):
+            return other
+        return _choose([best, other], best)
+
+    def _is_stuck_above_tolerance(self, attempt: Attempt) -> bool:
+        """Return True if a network's loss is level, and the caller asked for more than it gave.
+
+        Ordinary initial value problems are cut in time instead.
+        """
+        if self._settings.limits.tol is None or self._state_windows is not None:
+            return False
+        verdict = attempt.get_solution().verdict
+        is_level = verdict.stop.reason is StopReason.LOSS_LEVEL
+        return is_level and attempt.residual > verdict.exact
 
     def _seconds_elsewhere(self, attempt: Attempt) -> float:
         """Return the seconds that all others took."""
