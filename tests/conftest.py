@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
+from hypothesis.internal.conjecture import providers
 
 from pullback.maps.layers import REGISTRY
 
@@ -25,7 +26,13 @@ def _torch_as_it_was() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Seed no device that is not here: torch writes down the stack each time, for milliseconds."""
+    """Leave out work of torch and hypothesis that no test needs.
+
+    No device is seeded that is not here: torch writes down the stack each time, for milliseconds.
+    Hypothesis draws no constants from the sources: to parse them took an eighth of the collection,
+    and what a test draws would change with every file.
+    """
+    providers._get_local_constants = lambda: providers._local_constants
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = _seed_nothing

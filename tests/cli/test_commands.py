@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,53 +18,17 @@ from pullback.pde.networks.modules import Slabs
 run = CliRunner()
 
 
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing: a picture takes longer than the steps of these runs."""
+    monkeypatch.setattr(pde.PDESolution, "plot", lambda solution, path: None)
+
+
 def test_solve_without_a_name_shows_the_setups() -> None:
     outcome = run.invoke(app, ["solve"])
     assert outcome.exit_code == 0
     assert all(f"\n{name} " in outcome.stdout for name in pde.SETUPS)
     assert "kdv" in pde.SETUPS  # which the experiments add
-
-
-BLOCKED = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class Absent(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("matplotlib", "rich", "typer"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-"""
-
-USES = (
-    BLOCKED
-    + """
-import pullback as pb
-
-problem = pb.pde.Problem(pb.pde.Interval(0, 1), [pb.pde.Equation(lambda u: u.xx + 1)], name="Line")
-found = pb.pde.solve(problem, pb.pde.mlp(1, 3, 1, seed=0), steps=1, points=8)
-assert "Audit" in str(pb.geometry.Audit(()))
-try:
-    found.plot()
-except pb.PullbackError as error:
-    print(error)
-
-from pullback.__main__ import main
-main()
-"""
-)
-
-
-def test_packages_that_are_missing_are_named_with_the_extra() -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-c", USES], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert outcome.stdout.count("matplotlib is not installed") == 1, outcome.stderr
-    assert outcome.stdout.count("pip install 'pullback[plots]'") == 1
-    assert outcome.returncode == 1
-    assert outcome.stderr.splitlines()[-1].endswith("pip install 'pullback[cli]'")
-    assert "Traceback" not in outcome.stderr
 
 
 def test_the_command_knows_what_the_experiments_add() -> None:
@@ -88,7 +50,7 @@ def test_slabs_of_time_are_described_as_such() -> None:
     assert record.describe_network(Slabs([slab, slab], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
 
 
-def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
+def test_solve_writes_and_goes_on(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
     outcome = run.invoke(app, [*arguments, "--steps", "3"])
     assert outcome.exit_code == 0, outcome.output
@@ -101,6 +63,7 @@ def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
     assert {"torch", "device", "threads"} <= set(first["environment"])
 
+    request.getfixturevalue("blank_pictures")
     resumed = run.invoke(app, [*arguments, "--steps", "5"])
     assert "Going on from" in resumed.stdout
     second = json.loads((tmp_path / "ritz-seed3.json").read_text())
@@ -165,6 +128,7 @@ def test_files_that_are_no_problems(case: str, tmp_path: Path) -> None:
     assert "Traceback" not in bad.output
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_file_without_a_network_and_with_a_neighbor(tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_mine.py").write_text("LENGTH = 2\n")
     file = tmp_path / "mine.py"
@@ -180,6 +144,7 @@ def test_a_file_without_a_network_and_with_a_neighbor(tmp_path: Path) -> None:
     assert "There is no file" in missing.output
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_seconds_are_a_budget(tmp_path: Path) -> None:
     outcome = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
     assert outcome.exit_code == 0
@@ -200,6 +165,7 @@ options = {"points": 20, "callbacks": [interrupt]}
 """
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_interrupt_leaves_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(PROBLEM + INTERRUPT_ONCE)
@@ -227,6 +193,7 @@ def test_refusals_are_messages(arguments: list[str], words: str, tmp_path: Path)
     assert "Traceback" not in outcome.output
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     arguments = ["--steps", "1", "--out", str(tmp_path)]
     assert run.invoke(app, ["solve", "ritz", *arguments]).exit_code == 0
@@ -236,6 +203,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert "another run" in outcome.output
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["solve", "ritz", "--out", str(tmp_path), "--steps"]
     assert run.invoke(app, [*arguments, "1"]).exit_code == 0
@@ -283,6 +251,7 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ValueError: [oh] no" in outcome.stdout
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
     file = tmp_path / "warning_problem.py"
     file.write_text(
