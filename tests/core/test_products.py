@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,13 @@ from pullback._core.products import column_gram, cross_gram, full_precision, gra
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = replace(products._SIZES, one_panel_cpu=0, panel_rows_cpu=48)
+    monkeypatch.setattr(products, "_SIZES", sizes)
+
+
+@pytest.mark.usefixtures("small_panels")
 @pytest.mark.parametrize("shape", [(3, 5), (257, 300), (64, 2000)])
 def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.float64)
@@ -21,6 +30,7 @@ def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
     assert torch.allclose(cross_gram(x, y), x @ y.T, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("small_panels")
 @pytest.mark.parametrize("n", [3, 95, 97, 300])
 def test_moment_is_xt_x(n: int) -> None:
     x = torch.randn(700, n, dtype=torch.float64)
@@ -40,7 +50,7 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
 
 
 @pytest.mark.parametrize(("sliced", "groups"), [(False, 1), (True, 3)])
-def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
+def test_long_sums_in_float32(sliced: bool, groups: int, request: pytest.FixtureRequest) -> None:
     """Rows may be parts of longer ones; no kernel loses digits by adding up one by one."""
     rows = torch.randn(groups, 120, 60_000)
     if sliced:
@@ -54,6 +64,8 @@ def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
         for actual, right in ((products.multiply_batches(x, y), want), (out, want[0])):
             assert float((actual - right).norm() / right.norm()) < 1e-6
     want = x[0].double() @ x[0].double().T
+    assert float((gram(x[0]) - want).norm() / want.norm()) < 1e-6  # by one product
+    request.getfixturevalue("small_panels")
     assert float((gram(x[0]) - want).norm() / want.norm()) < 1e-6
 
 
