@@ -50,6 +50,11 @@ def test_slabs_of_time_are_described_as_such() -> None:
     assert record.describe_network(Slabs([slab, slab], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
 
 
+def test_a_hundred_small_networks_are_described_as_such() -> None:
+    network = pde.setup("poisson10d-separable").network(0)
+    assert record.describe_network(network) == "functions of one coordinate"
+
+
 def test_solve_writes_and_goes_on(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
     outcome = run.invoke(app, [*arguments, "--steps", "3"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..pde import PDESolution, Setup
 from ..pde.networks.modules import Slabs
+from ..pde.networks.separable import Separable
 from . import files
 from .environment import describe_environment
 from .terminal import make_fact_table
@@ -90,6 +91,8 @@ def describe_network(network: nn.Module) -> str:
     """
     if isinstance(network, Slabs):
         return f"{len(network.networks)} × {describe_network(network.networks[0])}"
+    if any(isinstance(m, Separable) for m in network.modules()):
+        return "functions of one coordinate"
     layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not layers:
         return type(network).__name__

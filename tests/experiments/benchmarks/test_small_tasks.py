@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from pullback_experiments.benchmarks.small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
-from pullback_experiments.benchmarks.small_tasks import METHODS, find_best, rank_settings, run
+from pullback_experiments.benchmarks.small_tasks import (
+    METHODS,
+    Job,
+    find_best,
+    rank_settings,
+    run,
+    run_job,
+)
 from pullback_experiments.learning.data import available
 
 
@@ -41,6 +48,15 @@ def test_structured_outputs_and_batch_norms(monkeypatch: pytest.MonkeyPatch) -> 
         torch.manual_seed(0)
         _shorten(monkeypatch, name, 6)
         assert run(name, 0, "kfac", 1.0).loss < 50
+
+
+def test_kfac_alone_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _shorten(monkeypatch, "tabular", 6)
+    adam = {"loss": 0.5, "step_seconds": 1e-3}
+    row = {"task": "tabular", "seed": 0, "runs": {"adam 0.001": adam, "kfac 4": adam}}
+    runs = run_job(Job("tabular", 0, False, row))["runs"]
+    assert runs.keys() == {"adam 0.001", "kfac 0.5", "kfac 1", "kfac 2"}
+    assert runs["adam 0.001"] == adam
 
 
 def test_the_best_rate_and_whether_it_is_at_the_edge() -> None:
