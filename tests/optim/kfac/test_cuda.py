@@ -156,7 +156,7 @@ def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, finished_steps: 
 
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> None:
-    """Bases and roots are in float16 there, and polar factors in bfloat16."""
+    """Bases, roots and polar factors are in float16 there."""
     moves = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         torch.manual_seed(0)

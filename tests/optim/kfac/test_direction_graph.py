@@ -19,6 +19,8 @@ from pullback.optim.kfac.direction_graph import DirectionGraph
 
 HAS_CUDA = torch.cuda.is_available()
 RULES = {"spectral": Spectral, "eigenbasis": Eigenbasis}
+#: a change of the order of additions on a CPU
+ROUND_OFF = 1e-5
 
 
 class Counts:
@@ -108,13 +110,17 @@ def without_graph(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> An
 def test_thirty_steps_are_the_eager_ones(
     name: str, device: torch.device, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a schedule of rates, decay, a weight that is frozen for a while, and a resumed state."""
+    """With a schedule of rates, decay, a weight that is frozen for a while, and a resumed state.
+
+    On a GPU two eager runs differ too, by the order of additions in passes: that is allowed for.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
     def run() -> Tensor:
         model = make_network(device)
         layer: Any = model[7]
         options: Any = {"weight_decay": 0.1, "statistics_every": 10, "invert_every": 20}
-        optimizer = pb.KFAC(model, 1e-3, rule=RULES[name](), **options)
+        optimizer = pb.KFAC(model, 1e-3, rule=RULES[name](cuda_graph=True), **options)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
         def change(i: int) -> None:
@@ -128,11 +134,13 @@ def test_thirty_steps_are_the_eager_ones(
         return vector(model)
 
     want = without_graph(run, monkeypatch)
+    again = without_graph(run, monkeypatch)
     assert counts.captures == 0
     actual = run()
     assert counts.captures >= 3  # at first, with a frozen weight, and again
     assert counts.replays >= 12
-    torch.testing.assert_close(actual, want, rtol=0, atol=1e-5)
+    noise = float((again - want).abs().max())
+    torch.testing.assert_close(actual, want, rtol=0, atol=ROUND_OFF + 3 * noise)
 
 
 def test_a_graph_gives_the_same_with_an_option_that_changes(
@@ -140,7 +148,7 @@ def test_a_graph_gives_the_same_with_an_option_that_changes(
 ) -> None:
     def run() -> Tensor:
         model = make_network(torch.device("cpu"))
-        rule = Spectral()
+        rule = Spectral(cuda_graph=True)
         optimizer = pb.KFAC(model, 1e-3, rule=rule)
 
         def change(i: int) -> None:
@@ -153,7 +161,7 @@ def test_a_graph_gives_the_same_with_an_option_that_changes(
     want = without_graph(run, monkeypatch)
     actual = run()
     assert counts.captures == 2
-    torch.testing.assert_close(actual, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, want, rtol=0, atol=ROUND_OFF)
 
 
 def test_a_refused_capture_lets_steps_run_eagerly(
@@ -164,7 +172,7 @@ def test_a_refused_capture_lets_steps_run_eagerly(
 
     def run() -> Tensor:
         model = make_network(torch.device("cpu"))
-        train(pb.KFAC(model, 1e-3, rule="spectral"), model, range(8))
+        train(pb.KFAC(model, 1e-3, rule=Spectral(cuda_graph=True)), model, range(8))
         return vector(model)
 
     want = without_graph(run, monkeypatch)
@@ -175,18 +183,16 @@ def test_a_refused_capture_lets_steps_run_eagerly(
     torch.testing.assert_close(actual, want)
 
 
-class Own(Spectral):
-    """A subclass, whose directions may do anything."""
-
-    name = "own"
-
-
 @pytest.mark.parametrize(
     ("rule", "dtype"),
-    [(Own(), torch.float32), (AdamW(), torch.float32), (Spectral(), torch.float64)],
+    [
+        (Spectral(), torch.float32),
+        (AdamW(), torch.float32),
+        (Spectral(cuda_graph=True), torch.float64),
+    ],
 )
 def test_what_is_not_captured(rule: Any, dtype: torch.dtype, counts: Counts) -> None:
-    """Rules that do not say that they can be, and float64."""
+    """What does not ask for it, and float64."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 2)).to(dtype)
     optimizer = pb.KFAC(model, 1e-3, rule=rule)
     x = torch.randn(9, 3, dtype=dtype)
@@ -201,7 +207,7 @@ def test_large_stacks_are_not_captured(counts: Counts, monkeypatch: pytest.Monke
     limits = replace(direction_graph._LIMITS, entries=70)
     monkeypatch.setattr(direction_graph, "_LIMITS", limits)
     model = make_network(torch.device("cpu"))
-    optimizer = pb.KFAC(model, 1e-3, rule="spectral")
+    optimizer = pb.KFAC(model, 1e-3, rule=Spectral(cuda_graph=True))
     train(optimizer, model, range(6))
     graph = optimizer._curvature.states._graph
     assert graph._captured is not None
@@ -216,7 +222,7 @@ def test_gradients_that_are_not_finite_change_nothing_after_a_replay(
 ) -> None:
     device = torch.device("cuda")
     model = make_network(device)
-    optimizer = pb.KFAC(model, 1e-3, rule=RULES[name]())
+    optimizer = pb.KFAC(model, 1e-3, rule=RULES[name](cuda_graph=True))
     train(optimizer, model, range(8))
     assert counts.replays
     replays = counts.replays
@@ -229,7 +235,7 @@ def test_gradients_that_are_not_finite_change_nothing_after_a_replay(
     assert counts.replays == replays + 1
     assert torch.equal(vector(model), before)
     assert all(map(torch.equal, _moments(optimizer), moments))
-    with pytest.warns(UserWarning, match="not finite"):
+    with pytest.warns(RuntimeWarning, match="not finite"):
         assert not optimizer.info.accepted
 
 
@@ -246,7 +252,7 @@ def test_a_replayed_step_launches_few_kernels(counts: Counts) -> None:
     """And other threads may use the device while it is captured."""
     device = torch.device("cuda")
     model = make_network(device)
-    optimizer = pb.KFAC(model, 1e-3, rule="spectral", statistics_every=1000)
+    optimizer = pb.KFAC(model, 1e-3, rule=Spectral(cuda_graph=True), statistics_every=1000)
     train(optimizer, model, range(8))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:

@@ -18,14 +18,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
+import pullback as pb
 from pullback.grams.kronecker import cholesky_inverse
-from pullback.optim.kfac import direction_graph
+from pullback.optim.kfac import Spectral, direction_graph
 from pullback.optim.kfac.rules import natural
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import compare, kernel_seconds, peak_bytes, synchronize
-from .kfac import IN_A_ROW, NEVER, SCHEDULES, Bench, predict_schedule_ratio, repeat_step
+from .kfac import IN_A_ROW, NEVER, SCHEDULES, STILL, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
 #: parts of the natural rule, with the module and the test by which each is chosen
@@ -97,6 +99,11 @@ def measure_natural(bench: Bench, repeats: int) -> dict[str, Any]:
     return results
 
 
+def make_spectral(model: nn.Module) -> pb.KFAC:
+    """Return the spectral rule with all parts, at a rate of almost zero."""
+    return pb.KFAC(model, lr=STILL, rule=Spectral(cuda_graph=True))
+
+
 def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return, for the baseline, all parts and without each, milliseconds of a step and memory.
 
@@ -107,8 +114,8 @@ def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
     steps = {BASELINE: bench.route(bench.baseline)}
     makers: dict[str, Any] = {BASELINE: (None, bench.baseline)}
     for part in (None, *SPECTRAL_PARTS):
-        makers[describe_variant(part)] = (part, bench.rule("spectral"))
-        steps[describe_variant(part)] = run_without(part, bench.route(bench.rule("spectral")))
+        makers[describe_variant(part)] = (part, make_spectral)
+        steps[describe_variant(part)] = run_without(part, bench.route(make_spectral))
     cycles = {label: repeat_step(step, cycle) for label, step in steps.items()}
     seconds = compare(cycles, bench.device, repeats=repeats, warmup=1, patience=20)
     results: dict[str, Any] = {}

@@ -74,7 +74,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("warmup", _is_index, "Use a whole number ≥ 0"),
     ("seed", _is_whole, "Use a whole number"),
     ("batch_dim", _is_index, "Use 0, or 1 for sequences first"),
-    ("joint ekfac whitening agreement", _is_flag, "Use True or False"),
+    ("joint ekfac whitening agreement cuda_graph", _is_flag, "Use True or False"),
     ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),

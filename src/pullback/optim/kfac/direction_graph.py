@@ -1,7 +1,8 @@
 """Directions of small blocks from a CUDA graph: their kernels end sooner than they are launched.
 
 A stack of blocks takes about fifty kernels. Where these are short, the host launches them more
-slowly than the device runs them. One graph replays those of all small stacks at once.
+slowly than the device runs them. One graph replays those of all small stacks at once, where the
+rule asks for it (`cuda_graph=True`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from .rules import Rule, StepContext
+from .rules import StepContext
 
 if TYPE_CHECKING:
     from .stacks import Stack
@@ -89,19 +90,13 @@ class DirectionGraph:
 
 
 def can_capture(stack: Stack) -> bool:
-    """Return True if a stack is small, and its directions are the same operations in every step.
+    """Return True if the rule asks for a graph, and the stack is small and not in float64.
 
-    Of float64 on a GPU rules take decompositions, which wait for the device. A subclass may
-    change what a rule does, so that each class has to declare `is_capturable` itself.
+    Of float64 on a GPU rules take decompositions, which wait for the device.
     """
     if stack.entries > _LIMITS.entries or stack.dtype == torch.float64:
         return False
-    return is_declared_capturable(stack.rule)
-
-
-def is_declared_capturable(rule: Rule) -> bool:
-    """Return True if the rule's own class, not a parent alone, says that it can be captured."""
-    return bool(vars(type(rule)).get("is_capturable", False))
+    return stack.rule.cuda_graph
 
 
 class CapturedDirections:

@@ -304,9 +304,9 @@ class Rule(ABC):
             controls the step.
         damping: what is added to averages before they are inverted, if anything is; λ is part of
             the optimizer's schedule.
-        is_capturable: whether `direction` is the same operations in every step, which read of the
-            step `is_void` alone and wait for nothing, so that a CUDA graph can replay them. A
-            subclass declares it again.
+        cuda_graph: whether directions of small weights are replayed from a CUDA graph. `direction`
+            is then to be the same operations in every step, which read of the step `is_void` alone
+            and wait for nothing.
         can_rescale: whether its state can follow parameters whose units are rescaled (`rescale`).
         first_entries: entries of factors whose first refresh one step may do; None for all.
         refreshed_entries: entries of factors that are refreshed together: copies of more would
@@ -319,8 +319,8 @@ class Rule(ABC):
     defaults: ClassVar[Defaults] = Defaults()
     is_elementwise: ClassVar[bool] = False
     squares_gradients: ClassVar[bool] = True
-    is_capturable: ClassVar[bool] = False
     can_rescale: ClassVar[bool] = False
+    cuda_graph: bool = False
     takes_head: bool = True
     rate: float = 1.0
     estimation: Estimation = Estimation()

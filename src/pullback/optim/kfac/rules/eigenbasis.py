@@ -66,6 +66,7 @@ class Eigenbasis(Rule):
             train against each other; on small tasks it costs nothing.
         eps: what is added to √v̂.
         head: whether the output layer follows too.
+        cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph.
         likelihood, metric: of the outputs; they matter where samples are counted or drawn.
         fisher: of which cotangents R is, by default the loss's own.
         estimation: how factors are estimated.
@@ -75,7 +76,6 @@ class Eigenbasis(Rule):
     name: ClassVar = "eigenbasis"
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
     defaults: ClassVar = Defaults(lr=9e-3, statistics_every=10, invert_every=10)
-    is_capturable: ClassVar = True
     first_entries: ClassVar = 2**21
 
     def __init__(
@@ -84,16 +84,18 @@ class Eigenbasis(Rule):
         eps: float = 1e-8,
         *,
         head: bool = True,
+        cuda_graph: bool = False,
         likelihood: Any = None,
         metric: Any = None,
         fisher: str = "empirical",
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
-        check(betas=betas, eps=eps)
+        check(betas=betas, eps=eps, cuda_graph=cuda_graph)
         self.betas = betas
         self.eps = eps
         self.takes_head = head
+        self.cuda_graph = cuda_graph
         if estimation is None:
             estimation = Estimation()
         self.estimation = estimation.with_metric(likelihood, metric, fisher=fisher)

@@ -97,6 +97,7 @@ class Spectral(Rule):
         agreement: whether steps are longer where gradients agree. Without it their entries are 0.2
             on average at every step, so that the schedule alone sets their length.
         head: whether the output layer follows too.
+        cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph.
         estimation: how C is estimated.
         others: the rule for all other parameters.
     """
@@ -104,7 +105,6 @@ class Spectral(Rule):
     name: ClassVar = "spectral"
     reads: ClassVar = Statistics.INPUTS
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
-    is_capturable: ClassVar = True
 
     def __init__(
         self,
@@ -115,12 +115,13 @@ class Spectral(Rule):
         whitening: bool = True,
         agreement: bool = True,
         head: bool = False,
+        cuda_graph: bool = False,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
         check(
             momentum=momentum, adapt=adapt, damping=damping, whitening=whitening,
-            agreement=agreement,
+            agreement=agreement, cuda_graph=cuda_graph,
         )  # fmt: skip
         self.momentum = momentum
         self.adapt = adapt
@@ -128,6 +129,7 @@ class Spectral(Rule):
         self.whitening = whitening
         self.agreement = agreement
         self.takes_head = head
+        self.cuda_graph = cuda_graph
         if estimation is None:
             estimation = Estimation(ema=0.8)
         if others is None:
