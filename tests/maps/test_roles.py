@@ -337,6 +337,53 @@ def test_a_head_whose_weight_is_computed(make: Callable[..., nn.Module], outputs
     assert roles == ["matrix", "head"]
 
 
+class RotaryQueries(nn.Module):
+    """Unequal queries, keys and values of one weight, whose even and odd entries are rotated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 16)
+        self.gates = nn.Linear(8, 16)
+        self.head = nn.Linear(8, 3)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[-2] * x.shape[-1] / 2).view(x.shape[-2], -1)
+        even, odd = x[..., ::2], x[..., 1::2]
+        turned = (
+            even * angles.cos() - odd * angles.sin(),
+            even * angles.sin() + odd * angles.cos(),
+        )
+        return torch.stack(turned, -1).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        k, v = k.repeat(1, 1, 2), v.repeat(1, 1, 2)
+        h = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v)
+        one, two = self.gates(h).chunk(2, -1)
+        return self.head(one.tanh() + two.sigmoid())
+
+
+def test_rows_that_a_rotary_embedding_adds_belong_to_one_matrix() -> None:
+    """After an activation a sum shows nothing: the matrices below it are independent."""
+    roles = rows(RotaryQueries(), torch.randn(2, 5, 8))
+    assert roles["qkv.weight"].split == (8, 4, 4)
+    assert roles["gates.weight"].split == (8, 8)
+
+
+def test_a_column_has_one_row() -> None:
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 1))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x * (x @ self.w).sigmoid())
+
+    row = rows(Column(), torch.randn(5, 6))["w"]
+    assert (row.role, row.split, row.split_axis) == ("matrix", (1,), 1)
+
+
 def test_slices_of_one_weight() -> None:
     class Sliced(nn.Module):
         def __init__(self) -> None:

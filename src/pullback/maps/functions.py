@@ -199,7 +199,8 @@ class FunctionMode(TorchFunctionMode):
         parameter = entries.parameter
         shift = self._find_bias(bias, product)
         parameters: dict[str, Tensor | None] = {"weight": parameter, "bias": shift}
-        if product.is_linear and entries.is_whole and parameter.ndim == 2:
+        has_rows_first = parameter.ndim == 2 and len(parameter) == product.form[1]
+        if product.is_linear and entries.is_whole and has_rows_first:
             return self.note(nn.Linear, x, output, parameters)
         use_type = ProductUse
         if product.is_transposed:

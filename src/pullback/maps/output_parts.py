@@ -39,6 +39,16 @@ _SELECTIONS = frozenset(
      "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint", "__get__", "expand",
      "expand_as", "repeat", "tile", "repeat_interleave", "roll", "flip", "diagonal", "unfold")
 )  # fmt: skip
+#: functions that add entries, whose outputs are linear in those of the weight
+_SUMS = frozenset(
+    ("add", "sub", "rsub", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__",
+     "add_", "sub_")
+)  # fmt: skip
+#: functions that keep a tensor linear in a weight's output, with factors of other tensors
+_LINEAR = _SUMS | frozenset(
+    ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "__truediv__", "neg",
+     "__neg__", "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous")
+)  # fmt: skip
 #: functions that put tensors side by side
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 #: functions whose result mixes entries, whatever its shape
@@ -71,6 +81,8 @@ class RowLabels:
     weights: frozenset[str]
     #: of the tensor's shape, on the CPU
     labels: Tensor
+    #: whether the tensor is linear in the weights' outputs: no activation was applied so far
+    is_linear: bool = True
     #: whether a part or a copy of the tensor went on
     is_followed: bool = False
     #: whether a function used all of it
@@ -178,7 +190,17 @@ class OutputParts(TorchFunctionMode):
             return self._relabel(name, func, args, kwargs, results, arguments)
         if len(results) != 1:
             return None
-        return _common_labels(self._labels_of(arguments), results[0].shape)
+        sources = self._labels_of(arguments)
+        is_linear = name in _LINEAR and all(source.is_linear for source in sources)
+        if is_linear and name in _SUMS and _have_other_rows(sources):
+            # a rotary embedding adds odd rows to even ones: they belong to one matrix
+            joined = torch.cat([_without_copies(source.labels).flatten() for source in sources])
+            self._all_labels.append(RowLabels(sources[0].weights, joined, is_used=True))
+            sources = sources[:1]
+        labels = _common_labels(sources, results[0].shape)
+        for row_labels in labels or ():
+            row_labels.is_linear = is_linear
+        return labels
 
     def _use_halves(self, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> None:
         """Mark the two halves that a gated linear unit multiplies as used, each by itself."""
@@ -211,7 +233,8 @@ class OutputParts(TorchFunctionMode):
             return None
         if [t.shape for t in labels] != [t.shape for t in results]:
             return None
-        return [RowLabels(weights, t) for t in labels]
+        is_linear = all(source.is_linear for source in sources)
+        return [RowLabels(weights, t, is_linear) for t in labels]
 
     def _apply(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Call the function with the labels in the place of the tensors."""
@@ -349,6 +372,14 @@ def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> list[R
     if all(source.weights == first.weights and source.rows == first.rows for source in others):
         return [RowLabels(first.weights, first.labels)]
     return None
+
+
+def _have_other_rows(sources: Sequence[RowLabels]) -> bool:
+    """Return whether tensors of one shape come from one weight, and from other rows of it."""
+    first = sources[0]
+    if any(s.weights != first.weights or s.labels.shape != first.labels.shape for s in sources):
+        return False
+    return any(source.rows != first.rows for source in sources)
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:

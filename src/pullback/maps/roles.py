@@ -238,7 +238,8 @@ def _matrix_role(
     rows = parameter.shape[0]
     if product is not None:
         rows = product.form[1]
-        if product.is_transposed:
+        is_column = parameter.ndim == 2 and len(parameter) != rows  # (n, 1) is held as (1, n)
+        if product.is_transposed or is_column:
             axis = parameter.ndim - 1
     split, remark = _split_of(row_sets, rows)
     reason += remark

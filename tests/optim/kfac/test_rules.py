@@ -390,6 +390,30 @@ class Tied(nn.Module):
         return self.head(self.norm(h + torch.tanh(self.inner(h)))).mean(1)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_transposed_convolutions_follow_as_convolutions_of_the_transpose_do(rule: str) -> None:
+    """With windows of one pixel both are the same map, also in groups."""
+    layers: list[Any] = [nn.Conv2d(6, 8, 1, groups=2), nn.ConvTranspose2d(6, 8, 1, groups=2)]
+    grouped = layers[0].weight.detach().view(2, 4, 3)
+    layers[1].weight.data = grouped.mT.reshape(6, 4, 1, 1).contiguous()
+    layers[1].bias.data = layers[0].bias.detach().clone()
+    first = nn.Conv2d(3, 6, 1)
+    head = nn.Conv2d(8, 2, 1)
+    outputs = []
+    for layer in layers:
+        model = nn.Sequential(copy.deepcopy(first), nn.Tanh(), layer, nn.Tanh(), head)
+        model = copy.deepcopy(model)
+        opt = pb.KFAC(model, 0.02, rule=rule, statistics_every=1, invert_every=1)
+        for number in range(4):
+            x = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(number))
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+        assert opt.coverage()[2].rule == rule
+        outputs.append(model(x).detach())
+    assert_close(outputs[0], outputs[1], 1e-8)
+
+
 def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
 

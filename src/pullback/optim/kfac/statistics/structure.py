@@ -223,15 +223,15 @@ class BlockStructure:
         """Add the inputs' moments of all layers with a trained weight."""
         uses = self._form_input_moments(record)
         # a weight that is used transposed as well is whitened by what it sees as it is
-        untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.is_transposed}
+        untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.input_first}
         for use in uses:
             name = use.entry.names["weight"]
             layer = use.entry.layer
             if name is None or use.inputs is None:
                 continue
-            if layer.is_transposed and name in untransposed:
+            if layer.input_first and name in untransposed:
                 continue
-            key = BlockKey("kronecker", (name,), is_transposed=layer.is_transposed)
+            key = BlockKey("kronecker", (name,), is_transposed=layer.input_first)
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
 
     def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
