@@ -52,6 +52,7 @@ SLOW = {
     "pde-honesty",
     "pde-quasi-newton",
     "pde-unseen-seeds",
+    "vision-recipe",
 }
 
 
@@ -104,6 +105,7 @@ NOT_DRAWN = {
     "pde-honesty",
     "pde-quasi-newton",
     "pde-unseen-seeds",
+    "vision-recipe",
     "vmc-spins",
 }
 
@@ -126,6 +128,7 @@ TOO_SHORT = {
     "race-text-large",
     "race-text-largest",
     "race-vision",
+    "vision-recipe",
 }
 
 

@@ -43,6 +43,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "showcase": ("demo",),
     "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
     "races": ("race-text", "race-text-large", "race-text-largest", "race-vision"),
+    "vision_recipe": ("vision-recipe",),
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
     "pde_quasi_newton": ("pde-quasi-newton",),

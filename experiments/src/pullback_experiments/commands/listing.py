@@ -114,6 +114,7 @@ QUICK: dict[str, float] = {
     "race-text-large": 50,
     "race-text-largest": 50,
     "race-vision": 80,
+    "vision-recipe": 8,
     "pde-benchmarks": 69,
     "influence-mnist": 11,
     "influence-cifar": 60,
