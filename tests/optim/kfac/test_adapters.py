@@ -128,7 +128,7 @@ class Expected:
 
 
 LAYERS = {
-    "IA3": Expected(lambda: Scaled(gain=(6,)), "units", "Gain"),
+    "IA3": Expected(lambda: Scaled(gain=(6,)), "units", "elementwise product"),
     "LoHa": Expected(
         lambda: Hadamard(a=(6, 2), b=(2, 8), c=(6, 2), d=(2, 8)), "diagonal", "computed from it"
     ),
@@ -137,7 +137,7 @@ LAYERS = {
     "vmap": Expected(
         lambda: Ensemble(weight=(3, 6, 8), bias=(3, 6)), "diagonal", "inside torch.vmap"
     ),
-    "bilinear": Expected(Square, "kronecker", "ProductUse"),
+    "bilinear": Expected(Square, "kronecker", "product of matrices"),
     "spectral norm": Expected(make_spectral_norm, "diagonal", "SpectralNorm"),
     "quantized": Expected(lambda: Quantized(weight=(6, 8)), "diagonal", "computed from it"),
     "Fourier": Expected(lambda: Fourier(weight=(5, 2)), "diagonal", "complex numbers"),

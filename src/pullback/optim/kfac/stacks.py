@@ -97,7 +97,8 @@ class BlockStates:
         self.blocks: dict[BlockKey, Block] = {}
         #: states of one form in one piece of memory; none unless `is_stacked`
         self._stacks: list[Stack] = []
-        self._graph = DirectionGraph(())
+        #: where a rule asks for one
+        self._graph: DirectionGraph | None = None
         self.is_stacked = False
         #: found once for many steps, until `restack`
         self._ready: set[BlockKey] | None = None
@@ -106,7 +107,7 @@ class BlockStates:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stacks: in a pickle states are no views of them."""
         forgotten = {"_stacks": [], "is_stacked": False, "_ready": None, "_entry_names": None}
-        return {**vars(self), **forgotten, "_graph": DirectionGraph(())}
+        return {**vars(self), **forgotten, "_graph": None}
 
     @property
     def ready(self) -> set[BlockKey]:
@@ -159,7 +160,7 @@ class BlockStates:
     def restack(self) -> None:
         """Build stacks again when they are next needed: blocks or their states have changed."""
         self._stacks = []
-        self._graph = DirectionGraph(())
+        self._graph = None
         self.is_stacked = False
         self._ready = None
         self._entry_names = None
@@ -308,7 +309,8 @@ class BlockStates:
                 form += (key.kind, len(key.names))
             groups.setdefault(form, []).append(block)
         self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
-        self._graph = DirectionGraph(self._stacks)
+        if any(stack.rule.cuda_graph for stack in self._stacks):
+            self._graph = DirectionGraph(self._stacks)
         self.is_stacked = True
 
     def directions(
@@ -324,7 +326,9 @@ class BlockStates:
         Where the partner in a block has no gradient, it counts as zero, and has a direction. Where
         the flag `is_void` is 1, moments stay as they are.
         """
-        directions: dict[str, Tensor] = self._graph.directions(gradients, is_void)
+        directions: dict[str, Tensor] = {}
+        if self._graph is not None:
+            directions = self._graph.directions(gradients, is_void)
         stacked = [*directions.values()]
         for stack in self._stacks:
             is_replayed = not directions.keys().isdisjoint(stack.names)
