@@ -131,9 +131,14 @@ class Pulled:
         out = self.space.zeros(count, other.shape[0] * other.shape[1])
         if self._matrix is not None and other._matrix is not None:
             add_cross_gram(out, self._matrix, other._matrix)
-            if other is self:
-                return mirror_lower_triangle(out)
-            return out
+        else:
+            self._add_cross_kernel(out, other, budget)
+        if other is self:
+            return mirror_lower_triangle(out)
+        return out
+
+    def _add_cross_kernel(self, out: Tensor, other: Pulled, budget: int) -> None:
+        """Add A A'ᵀ to `out`, block by block; of A Aᵀ at least the lower triangle."""
         blocks = dict(self.blocks)
         other_blocks = dict(other.blocks)
         for key in self.blocks:
@@ -144,9 +149,6 @@ class Pulled:
         other_rows = _collect_rows(other_blocks.values())
         for name in rows.keys() & other_rows.keys():
             out += rows[name] @ other_rows[name].T
-        if other is self:
-            return mirror_lower_triangle(out)
-        return out
 
     def add_kernel(self, out: Tensor, budget: int, *, may_center: bool = False) -> None:
         """Add A Aᵀ to `out`, in the dtype of that, at least on and below the diagonal.

@@ -196,11 +196,11 @@ class FunctionMode(TorchFunctionMode):
         product = read_product(entries, letters, index)
         if product is None:
             return None
-        parameter = entries.parameter
-        shift = self._find_bias(bias, product)
-        parameters: dict[str, Tensor | None] = {"weight": parameter, "bias": shift}
-        has_rows_first = parameter.ndim == 2 and len(parameter) == product.form[1]
-        if product.is_linear and entries.is_whole and has_rows_first:
+        parameters: dict[str, Tensor | None] = {
+            "weight": entries.parameter,
+            "bias": self._find_bias(bias, product),
+        }
+        if entries.is_whole and _is_linear(entries.parameter, product):
             return self.note(nn.Linear, x, output, parameters)
         use_type = ProductUse
         if product.is_transposed:
@@ -224,3 +224,10 @@ class FunctionMode(TorchFunctionMode):
         if has_all and has_used and entries.offset == product.first * rows:
             return entries.parameter
         return None
+
+
+def _is_linear(parameter: Tensor, product: MatrixProduct) -> bool:
+    """Whether a product with all of a parameter is what `nn.Linear` computes with it."""
+    if not product.is_linear or parameter.ndim != 2:
+        return False
+    return len(parameter) == product.form[1]

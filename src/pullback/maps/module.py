@@ -455,15 +455,20 @@ def _are_added_to_samples(root: Tensor, shared: Collection[Any]) -> bool:
 
     There it makes no difference whether they are repeated. `shared` holds their graph nodes.
     """
-    for node in collect_reachable_nodes(root.grad_fn):
-        operands = [(operand, number) for operand, number in node.next_functions]
-        repeated = [operand for operand, _ in operands if operand in shared]
-        if not repeated:
-            continue
-        others = [pair for pair in operands if pair[0] is not None and pair[0] not in shared]
-        if node.name() != "AddBackward0" or len(others) != 1:
-            return False
-        other, number = others[0]
-        if list(other._input_metadata[number].shape) != list(repeated[0]._input_metadata[0].shape):
-            return False
-    return True
+    return all(_adds_to_samples(node, shared) for node in collect_reachable_nodes(root.grad_fn))
+
+
+def _adds_to_samples(node: Any, shared: Collection[Any]) -> bool:
+    """Return True if a node uses no repeated output, or adds one to another tensor of its shape."""
+    repeated = []
+    others = []
+    for operand, output_number in node.next_functions:
+        if operand in shared:
+            repeated.append(operand)
+        elif operand is not None:
+            others.append(operand._input_metadata[output_number])
+    if not repeated:
+        return True
+    if node.name() != "AddBackward0" or len(others) != 1:
+        return False
+    return list(others[0].shape) == list(repeated[0]._input_metadata[0].shape)

@@ -341,17 +341,14 @@ class ClosureProblem(StepProblem):
     def _find_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> list[str]:
         """The parameters with a gradient on which none of these outputs depends."""
         measured = self._memory.measured_names
-        unknown = []
-        for name, p in self.params.items():
-            if name not in measured and p.grad is not None:
-                unknown.append(name)
-        if not unknown:
+        with_gradient = {name for name, p in self.params.items() if p.grad is not None}
+        if with_gradient <= measured:
             return []
         for linearization in linearizations:
             names = {id(p): name for name, p in linearization.leaves.items()}
             measured |= find_leaf_names([linearization.graph], names)
-        unmeasured = [name for name in unknown if name not in measured]
-        return [name for name in unmeasured if _has_nonzero_gradient(self.params[name])]
+        unmeasured = with_gradient - measured
+        return [n for n, p in self.params.items() if n in unmeasured and _has_nonzero_gradient(p)]
 
     def pulled_gradient(self) -> Tensor:
         if self._pulled_gradient is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -106,19 +107,12 @@ def invert_factors(
             working precision; without it such a factor has failed.
         as_cholesky: give the lower Cholesky factors of matrices instead, to solve with.
     """
-    terms = zip(factors, divisors, shifts, strict=True)
-    damped = [_DampedFactor.of(factor, divisor, shift) for factor, divisor, shift in terms]
-    can_use_panels = not singular and not as_cholesky
-    stacks: list[_InverseStack] = []
-    with_panels: dict[torch.dtype, list[list[int]]] = {}
-    for indices in _group_by_shape([damped_factor.factor for damped_factor in damped]):
-        factor = damped[indices[0]].factor
-        if can_use_panels and _has_panels(factor):
-            with_panels.setdefault(factor.dtype, []).append(indices)
-        else:
-            stacks.append(_invert_stack(damped, indices, singular, as_cholesky))
-    for groups in with_panels.values():
-        stacks += _invert_by_panels(damped, groups)
+    damped = list(starmap(_DampedFactor.of, zip(factors, divisors, shifts, strict=True)))
+    if singular or as_cholesky:
+        groups = _group_by_shape([damped_factor.factor for damped_factor in damped])
+        stacks = [_invert_stack(damped, indices, singular, as_cholesky) for indices in groups]
+    else:
+        stacks = _invert_by_size(damped)
     matrices = [damped_factor.factor for damped_factor in damped]
     for stack in stacks:
         for i, matrix in zip(stack.indices, stack.matrices.split(stack.group_counts), strict=True):
@@ -128,6 +122,21 @@ def invert_factors(
     if singular:
         _invert_failed_on_range(inverses, damped)
     return inverses
+
+
+def _invert_by_size(damped: Sequence[_DampedFactor]) -> list[_InverseStack]:
+    """Invert factors by a factorization, or by products of panels where those are faster."""
+    stacks: list[_InverseStack] = []
+    with_panels: dict[torch.dtype, list[list[int]]] = {}
+    for indices in _group_by_shape([damped_factor.factor for damped_factor in damped]):
+        factor = damped[indices[0]].factor
+        if _has_panels(factor):
+            with_panels.setdefault(factor.dtype, []).append(indices)
+        else:
+            stacks.append(_invert_stack(damped, indices, strict=False, as_cholesky=False))
+    for groups in with_panels.values():
+        stacks += _invert_by_panels(damped, groups)
+    return stacks
 
 
 def _invert_failed_on_range(inverses: FactorInverses, damped: Sequence[_DampedFactor]) -> None:

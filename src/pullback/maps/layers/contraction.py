@@ -161,14 +161,14 @@ def _stack_matrices(
     column = _merge_axes(axes.select(columns))
     if stacked is None or row is None or column is None:
         return None
-    is_row_major = _follows(column, 1) and _follows(row, column.size)
-    is_column_major = _follows(row, 1) and _follows(column, row.size)
+    is_row_major = _is_contiguous(row, column)
+    if not is_row_major and not _is_contiguous(column, row):
+        return None
     matrix_size = row.size * column.size
-    if not (is_row_major or is_column_major) or not matrix_size:
+    if not matrix_size or not _follows(stacked, matrix_size):
         return None
     total = entries.parameter.numel()
-    is_aligned = entries.offset % matrix_size == 0 and total % matrix_size == 0
-    if not is_aligned or not _follows(stacked, matrix_size):
+    if entries.offset % matrix_size or total % matrix_size:
         return None
     form = (total // matrix_size, row.size, column.size)
     first = entries.offset // matrix_size
@@ -185,6 +185,11 @@ def _merge_axes(axes: Sequence[Axis]) -> Axis | None:
     return Axis(prod(axis.size for axis in longer), longer[-1].stride)
 
 
+def _is_contiguous(outer: Axis, inner: Axis) -> bool:
+    """Whether a matrix with these two axes lies in memory without gaps."""
+    return _follows(inner, 1) and _follows(outer, inner.size)
+
+
 def _follows(axis: Axis, stride: int) -> bool:
     """Whether an axis has this stride; one of length 1 has any."""
     return axis.size == 1 or axis.stride == stride
@@ -197,17 +202,15 @@ def _arrange(
     output = letters.output
     lead = _count_lead(letters, axes)
     positions = [a for a in output[lead:] if a not in axes.by_letter]
-    if not set(positions) <= set(letters.input):
+    if not set(letters.input).issuperset(positions):
         return None
     output_stack = [a for a in axes.stack if a in output]
-    tail = [*positions, *output_stack, *axes.rows]
-    order = tuple(output.index(a) - len(output) for a in tail)
+    order = _count_from_last([*positions, *output_stack, *axes.rows], output)
     input_letters = [*output[:lead], *positions, *axes.stack, *axes.columns]
-    input_order = tuple(letters.input.index(a) for a in input_letters)
+    input_order = tuple(map(letters.input.index, input_letters))
     is_plain_matrix = not stack.is_transposed and stack.form[0] == 1 and index is None
-    has_plain_axes = order == (-1,) and input_order == tuple(range(len(letters.input)))
-    if index is not None and len(positions) + lead > 1:
-        index = index.view(-1, *[1] * (len(positions) + lead - 1))
+    has_plain_input = "".join(input_letters) == letters.input
+    index = _spread_index(index, len(positions) + lead)
     return MatrixProduct(
         form=stack.form,
         first=stack.first,
@@ -222,8 +225,20 @@ def _arrange(
         lead_axes=lead,
         position_axes=len(positions),
         input_stack_axes=len(axes.stack),
-        is_linear=is_plain_matrix and has_plain_axes,
+        is_linear=is_plain_matrix and has_plain_input and order == (-1,),
     )
+
+
+def _count_from_last(selected: Sequence[str], letters: str) -> tuple[int, ...]:
+    """Return the axes that the selected letters name, counted from the last one, -1, backwards."""
+    return tuple(letters.index(letter) - len(letters) for letter in selected)
+
+
+def _spread_index(index: Tensor | None, axes: int) -> Tensor | None:
+    """Return the index of each position, if any, so that it broadcasts over all position axes."""
+    if index is None or axes <= 1:
+        return index
+    return index.view(-1, *[1] * (axes - 1))
 
 
 def _count_lead(letters: Letters, axes: WeightAxes) -> int:

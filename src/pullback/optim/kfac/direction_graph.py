@@ -58,14 +58,7 @@ class DirectionGraph:
             return {}
         if is_void.is_cuda and torch.cuda.is_current_stream_capturing():
             return {}  # by the user
-        names = [stack.names for stack in self._stacks]
-        present = [[n for n in stack_names if n in gradients] for stack_names in names]
-        configuration = (present, [dict(vars(rule)) for rule in self._rules.values()])
-        if configuration != self._configuration:
-            self._configuration = configuration
-            self._same_steps = 0
-            self._captured = None
-        self._same_steps += 1
+        self._follow_configuration(gradients)
         if self._same_steps <= _LIMITS.eager_steps:
             return {}
         if self._captured is None:
@@ -73,6 +66,16 @@ class DirectionGraph:
         if self._captured is None:
             return {}
         return self._captured.replay(gradients, is_void)
+
+    def _follow_configuration(self, gradients: Mapping[str, Tensor]) -> None:
+        """Count steps with the same gradients and options; give the graph up when they change."""
+        present = [_select_names(stack, gradients) for stack in self._stacks]
+        configuration = (present, [dict(vars(rule)) for rule in self._rules.values()])
+        if configuration != self._configuration:
+            self._configuration = configuration
+            self._same_steps = 0
+            self._captured = None
+        self._same_steps += 1
 
     def _capture(
         self, gradients: Mapping[str, Tensor], is_void: Tensor
@@ -87,6 +90,11 @@ class DirectionGraph:
                 stacklevel=2,
             )
             return None
+
+
+def _select_names(stack: Stack, gradients: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of a stack's parameters that have a gradient."""
+    return [name for name in stack.names if name in gradients]
 
 
 def can_capture(stack: Stack) -> bool:
@@ -109,9 +117,8 @@ class CapturedDirections:
         self._is_void = is_void.clone()
         self._stacks = [s for s in stacks if not gradients.keys().isdisjoint(s.names)]
         for stack in self._stacks:
-            for name in stack.names:
-                if name in gradients:
-                    self._buffers[name] = torch.empty_like(gradients[name], dtype=stack.dtype)
+            for name in _select_names(stack, gradients):
+                self._buffers[name] = torch.empty_like(gradients[name], dtype=stack.dtype)
         self._load(gradients, is_void)
         self._run = capture(self._compute, is_void.device)
 

@@ -353,6 +353,13 @@ class KFAC(Optimizer):
                 arguments.check_group({"rule": group["rule"]}, self.defaults)
         self._group_choices = choices
         self._assign()
+        self._drop_frozen()
+        self._make_entries()
+        self._make_buffers()
+        self._publish()
+
+    def _drop_frozen(self) -> None:
+        """Give up states, momentum and the step rule's vectors of frozen parameters."""
         chosen = self._chosen
         self._capture.structure.forget(self._curvature.drop_idle(chosen))
         for name in [name for name, p in chosen.items() if not p.requires_grad]:
@@ -360,9 +367,6 @@ class KFAC(Optimizer):
                 self.state[chosen[name]].pop(buffer, None)
             if self._step_memory is not None:
                 self._step_memory.vectors.pop(name, None)
-        self._make_entries()
-        self._make_buffers()
-        self._publish()
 
     def _publish(self) -> None:
         publish(self._curvature, self.state, self._chosen)
@@ -525,12 +529,7 @@ class KFAC(Optimizer):
             closure's pass, as after any forward pass). An exception from a controlled step has
             changed nothing at all.
         """
-        refuse_inference("what is made there cannot be updated later")
-        arguments.check_rates(self.param_groups)
-        if self._replicas.processes.group is None:
-            refuse_unknown_group("KFAC", "it was built before they met")
-        if self._curvature.is_shown:
-            raise half_loaded()
+        self._refuse_unready_step()
         was_announced = self._capture.watch.wants_compiled_calls
         was_wanted = self._capture.wants_statistics
         self._read_verdict()
@@ -551,11 +550,18 @@ class KFAC(Optimizer):
         with self._transaction(problem, may_learn=may_learn):
             return self._take_step(problem, closure, was_wanted)
 
+    def _refuse_unready_step(self) -> None:
+        """Raise where no step can be taken: in inference mode, with bad rates or half a state."""
+        refuse_inference("what is made there cannot be updated later")
+        arguments.check_rates(self.param_groups)
+        if self._replicas.processes.group is None:
+            refuse_unknown_group("KFAC", "it was built before they met")
+        if self._curvature.is_shown:
+            raise half_loaded()
+
     def _take_step(self, problem: StepProblem | None, closure: Any, was_wanted: bool) -> Any:
         """Gradients → statistics → averages → states → directions → update."""
-        loss = None
-        if problem is not None or closure is not None:
-            loss = evaluate(problem, closure)
+        loss = evaluate(problem, closure)
         gradients = self._collect_gradients()
         if self._is_idle(gradients):
             self._capture.clear_pool()

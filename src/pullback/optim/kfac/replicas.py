@@ -232,12 +232,16 @@ class Replicas:
         if sent is None or not agreement.is_fresh or layouts != self._layouts:
             sent = self._start_sums(pool, layouts, params, self.processes)
         if self._layouts is None and self._overlaps:
-            self._overlap_group = self.processes.duplicate()
-            if self._overlap_group is not None and self._overlap_group.is_freed_alone:
-                free = finalize(self, self._overlap_group.destroy)
-                free.atexit = False  # torch gives up all groups by itself then
+            self._make_overlap_group()
         self._layouts = layouts
         sent.finish()
+
+    def _make_overlap_group(self) -> None:
+        """Make the group in which sums are sent while the backward pass goes on."""
+        self._overlap_group = self.processes.duplicate()
+        if self._overlap_group is not None and self._overlap_group.is_freed_alone:
+            free = finalize(self, self._overlap_group.destroy)
+            free.atexit = False  # torch gives up all groups by itself then
 
     def _join_structure(self, layouts: Layouts, capture: StatisticsCapture) -> Layouts:
         """Return the blocks that any process saw, and let all know the same structure and roles."""

@@ -98,11 +98,7 @@ def _make_share(
     has_momentum: bool,
 ) -> Share:
     """Return the share of parameters of one group that follow one rule."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and not lr.is_cuda:
-        lr = float(lr)
-    if rule.rate != 1 and not group.get("rule"):
-        lr = rule.rate * lr
+    lr = _rate_of(group, rule)
     momentum = 0.0
     if has_momentum and "momentum" in rule.group_options():
         momentum = float(group["momentum"])
@@ -115,6 +111,16 @@ def _make_share(
     shaped = [like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
     decay = float(group["weight_decay"])
     return Share(names, tensors, shaped, buffers, lr, momentum, decay)
+
+
+def _rate_of(group: Mapping[str, Any], rule: Rule) -> Any:
+    """Return the rule's share of a group's learning rate; a tensor stays one on a GPU."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and not lr.is_cuda:
+        lr = float(lr)
+    if rule.rate != 1 and not group.get("rule"):
+        lr = rule.rate * lr
+    return lr
 
 
 def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
