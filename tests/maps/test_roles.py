@@ -85,6 +85,12 @@ def glu(y: Tensor) -> Tensor:
     return F.glu(y, -1)
 
 
+def split_after_padding(y: Tensor) -> Tensor:
+    """Windows of attention are filled up, by zeros and by other entries, before they are split."""
+    y = torch.cat([F.pad(y, (0, 0, 0, 1)), torch.zeros(y.shape[0], 1, y.shape[2])], 1)
+    return attend(*map(heads, y.chunk(3, -1)))[:, :-2]
+
+
 SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (attend_to_chunks, (WIDTH,) * 3),
     (attend_to_views, (WIDTH,) * 3),
@@ -95,6 +101,7 @@ SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (grouped_queries, (12, 4, 4)),
     (apply_gate, (WIDTH, WIDTH)),
     (glu, (WIDTH, WIDTH)),
+    (split_after_padding, (WIDTH,) * 3),
     (torch.relu, (WIDTH,)),
 ]
 
@@ -189,6 +196,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product == "loop":
             y = sum(F.linear(apply_gate(F.linear(x, self.up[e])), self.down[e]) for e in range(3))
+        elif self.product == "shared":  # all experts meet all inputs
+            y = torch.einsum("bi,eoi->ebo", x, self.up)
+            y = torch.einsum("ebi,eoi->bo", apply_gate(y), self.down)
         elif self.product == "bmm":
             y = apply_gate(torch.bmm(x.expand(3, *x.shape), self.up.mT))
             y = torch.bmm(y, self.down.mT).sum(0)
@@ -199,7 +209,7 @@ class Experts(nn.Module):
         return self.head(y)
 
 
-@pytest.mark.parametrize("variant", ["loop", "bmm", "einsum"])
+@pytest.mark.parametrize("variant", ["loop", "bmm", "einsum", "shared"])
 def test_experts(variant: str) -> None:
     roles = rows(Experts(variant), torch.randn(5, WIDTH))
     assert (roles["up"].role, roles["up"].split) == ("experts", (WIDTH, WIDTH))
@@ -229,13 +239,15 @@ def test_embeddings_and_ties() -> None:
             super().__init__()
             self.words, self.positions = nn.Embedding(10, 8), nn.Parameter(torch.randn(1, 5, 8))
             self.token, self.inner = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
+            self.longer, self.normalized = nn.Parameter(torch.randn(1, 9, 8)), nn.Embedding(5, 8)
             self.head = nn.Linear(8, 10, bias=False)
             if tied:
                 self.head.weight = self.words.weight
 
         def forward(self, words: Tensor) -> Tensor:
             x = torch.cat([self.token.expand(len(words), -1, -1), self.words(words)], 1)
-            return self.head(self.inner(x + self.positions))
+            x = x + self.positions + self.longer[:, 2 : 2 + x.shape[1]]
+            return self.head(self.inner(x) + F.layer_norm(self.normalized.weight, (8,)))
 
     words = torch.randint(0, 10, (3, 4))
     untied, tied = rows(Language(False), words), rows(Language(True), words)
@@ -243,7 +255,8 @@ def test_embeddings_and_ties() -> None:
     assert untied["head.weight"].role == "head"
     assert "head.weight" not in tied
     assert "tied" in tied["words.weight"].reason
-    assert untied["positions"].role == "embedding"
+    for name in ("positions", "longer", "normalized.weight"):
+        assert untied[name].role == "embedding"
     assert untied["token"].role == "vector"
     assert untied["inner.weight"].role == "matrix"
 
@@ -327,6 +340,18 @@ def test_parametrized_weights(make: Callable[[nn.Module], nn.Module]) -> None:
     assert [(row.role, row.split) for row in weights] == [("matrix", (6, 6))]
     assert all(row.role == "vector" for row in roles.values() if 1 in row.shape)
     assert roles["2.weight"].role == "head"
+
+
+def test_convolutions_whose_weights_are_computed() -> None:
+    norm = parametrizations.spectral_norm
+    up = parametrizations.weight_norm(nn.ConvTranspose1d(4, 6, 2, 2))
+    depthwise, grouped = nn.Conv1d(6, 6, 3, groups=6), nn.Conv1d(6, 8, 1, groups=2)
+    model = nn.Sequential(up, norm(depthwise), norm(grouped), nn.Conv1d(8, 2, 1))
+    roles = rows(model, torch.randn(2, 4, 5))
+    actual = {name: (row.role, row.split, row.split_axis) for name, row in roles.items()}
+    assert actual["0.parametrizations.weight.original1"] == ("convolution", (6,), 1)
+    assert actual["1.parametrizations.weight.original"] == ("vector", (), 0)
+    assert actual["2.parametrizations.weight.original"] == ("convolution", (4, 4), 0)
 
 
 @pytest.mark.parametrize("outputs", [1, 4])

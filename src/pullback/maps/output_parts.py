@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.overrides import TorchFunctionMode
@@ -51,6 +52,8 @@ _LINEAR = _SUMS | frozenset(
 )  # fmt: skip
 #: functions that put tensors side by side
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
+#: functions whose result has the same entries, and perhaps others beside them
+_MOVES = _RESHAPES | _SELECTIONS | _JOINS | {"pad"}
 #: functions whose result mixes entries, whatever its shape
 _CONTRACTIONS = frozenset(
     ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm",
@@ -59,8 +62,12 @@ _CONTRACTIONS = frozenset(
      "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
      "scaled_dot_product_attention", "multi_head_attention_forward")
 )  # fmt: skip
+#: transposed convolutions, whose weights have inputs first
+TRANSPOSED_CONVOLUTIONS = frozenset(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 #: functions with a weight as second argument, which a parametrization may have made
-_WEIGHTED = frozenset(("linear", "conv1d", "conv2d", "conv3d"))
+_WEIGHTED = frozenset(("linear", "conv1d", "conv2d", "conv3d")) | TRANSPOSED_CONVOLUTIONS
+#: the label of entries that no row made: padding, and what was put beside a weight's output
+_NO_ROW = -1
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ class RowLabels:
     @property
     def rows(self) -> list[int]:
         """The rows that occur, in order."""
-        return _without_copies(self.labels).unique().tolist()
+        labels = _without_copies(self.labels).unique()
+        return labels[labels != _NO_ROW].tolist()
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class ComputedWeight:
 
     function: str
     shape: tuple[int, ...]
+    #: of a convolution
+    groups: int
     parameters: frozenset[str]
     #: of the function's output in the graph
     node: Any
@@ -186,7 +196,7 @@ class OutputParts(TorchFunctionMode):
         arguments: list[Tensor],
     ) -> list[RowLabels] | None:  # fmt: skip
         """Labels of the results; None where the function mixes rows."""
-        if name in _RESHAPES or name in _SELECTIONS or name in _JOINS:
+        if name in _MOVES:
             return self._relabel(name, func, args, kwargs, results, arguments)
         if len(results) != 1:
             return None
@@ -198,9 +208,10 @@ class OutputParts(TorchFunctionMode):
             self._all_labels.append(RowLabels(sources[0].weights, joined, is_used=True))
             sources = sources[:1]
         labels = _common_labels(sources, results[0].shape)
-        for row_labels in labels or ():
-            row_labels.is_linear = is_linear
-        return labels
+        if labels is None:
+            return None
+        labels.is_linear = is_linear
+        return [labels]
 
     def _use_halves(self, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> None:
         """Mark the two halves that a gated linear unit multiplies as used, each by itself."""
@@ -221,13 +232,11 @@ class OutputParts(TorchFunctionMode):
         weights = sources[0].weights
         if any(source.weights != weights for source in sources):
             return None
-        if name in _JOINS and len(sources) != len(arguments):
-            return None
         try:
             if name in _RESHAPES:
                 labels = [_reshape(sources[0].labels, results[0].shape)]
             else:
-                labels = self._apply(func, args, kwargs)
+                labels = self._apply(name, func, args, kwargs)
         except Exception as error:  # an index on another device, or a view as another dtype
             reraise_fatal(error)
             return None
@@ -236,15 +245,21 @@ class OutputParts(TorchFunctionMode):
         is_linear = all(source.is_linear for source in sources)
         return [RowLabels(weights, t, is_linear) for t in labels]
 
-    def _apply(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    def _apply(self, name: str, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Call the function with the labels in the place of the tensors."""
 
         def swap(value: Any) -> Any:
-            if isinstance(value, Tensor) and value in self._by_tensor:
+            if not isinstance(value, Tensor):
+                return value
+            if value in self._by_tensor:
                 return self._by_tensor[value].labels
+            if name in _JOINS:
+                return torch.tensor(_NO_ROW, dtype=torch.int32).expand(value.shape)
             return value
 
         labels_args, labels_kwargs = pytree.tree_map(swap, (args, kwargs))
+        if name == "pad":
+            return [_pad(*labels_args, **labels_kwargs)]
         return _list_tensors(func(*labels_args, **labels_kwargs))
 
     def _start_made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -258,7 +273,9 @@ class OutputParts(TorchFunctionMode):
         below = frozenset(self._parameters_below(weight))
         if not below:
             return
-        self.computed.append(ComputedWeight(name, tuple(weight.shape), below, result.grad_fn))
+        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        shape = tuple(weight.shape)
+        self.computed.append(ComputedWeight(name, shape, groups, below, result.grad_fn))
         if name == "linear":
             axis = -1
         else:
@@ -359,19 +376,30 @@ def _reshape(labels: Tensor, shape: Sequence[int]) -> Tensor:
         return labels.reshape(shape)
 
 
-def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> list[RowLabels] | None:
+def _pad(labels: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    """Labels of what `F.pad` returns."""
+    if mode != "constant":
+        return F.pad(labels, pad, mode)
+    return F.pad(labels, pad, value=_NO_ROW)
+
+
+def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> RowLabels | None:
     """Labels of what is computed entry by entry from these tensors; None where rows meet others."""
     first = sources[0]
     if any(source.labels.shape != shape for source in sources):
         return None
-    others = [source for source in sources[1:] if source is not first]
-    if all(_equal(source.labels, first.labels) for source in others):
+    if all(_equal(source.labels, first.labels) for source in sources[1:]):
         weights = frozenset[str]().union(*(source.weights for source in sources))
-        return [RowLabels(weights, first.labels)]
+        return RowLabels(weights, first.labels)
     # a rotary embedding adds to a tensor its own entries in another order
-    if all(source.weights == first.weights and source.rows == first.rows for source in others):
-        return [RowLabels(first.weights, first.labels)]
+    if all(_have_same_rows(source, first) for source in sources[1:]):
+        return RowLabels(first.weights, first.labels)
     return None
+
+
+def _have_same_rows(one: RowLabels, two: RowLabels) -> bool:
+    """Return whether two tensors come from the same rows of the same weights, in any order."""
+    return one.weights == two.weights and one.rows == two.rows
 
 
 def _have_other_rows(sources: Sequence[RowLabels]) -> bool:
@@ -397,6 +425,8 @@ def _second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
+    if one is two:
+        return True
     one = _without_copies(one)
     two = _without_copies(two)
     return one.shape == two.shape and torch.equal(one, two)

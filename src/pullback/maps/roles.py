@@ -25,7 +25,7 @@ from .._core.graph import collect_reachable_nodes
 from .layers import Compound, describe_layer, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
-from .output_parts import ComputedWeight
+from .output_parts import TRANSPOSED_CONVOLUTIONS, ComputedWeight
 from .proof import NO_LAYER
 from .record import Entry, ForwardRecord, ModelLayers, find_factor_layer
 from .unknown_uses import describe_unknown_uses
@@ -126,11 +126,7 @@ def assign_roles(
     `parameters` are the tensors that the pass used.
     """
     assert record.outputs is not None
-    uses: dict[str, list[_Use]] = {}
-    for entry in record.entries:
-        for parameter_key, name in entry.names.items():
-            if name is not None:
-                uses.setdefault(name, []).append(_Use(entry, parameter_key))
+    uses = _group_uses(record)
     taps = _compound_roles(record)
     heads = _find_heads(record, result)
     row_sets = record.outputs.parts()
@@ -140,7 +136,7 @@ def assign_roles(
     known = uses.keys() | taps.keys() | computed.keys()
     others = {name: p for name, p in parameters.items() if name not in known}
     unknown = describe_unknown_uses(result, others, record.outputs.vmapped)
-    unused = _UnusedRoles(model)
+    by_module = _RolesByModule(model)
     roles = []
     for name, parameter in parameters.items():
         if name in uses:
@@ -153,12 +149,21 @@ def assign_roles(
                 name, parameter, computed[name], rows_used_together, name in heads
             )
         elif name in unknown:
-            reason = f"{NO_LAYER}: {unknown[name]}"
-            role = ParameterRole(name, Role.VECTOR, (), 0, reason, is_used=False)
+            role = by_module.describe_unknown(name, parameter, unknown[name])
         else:
-            role = unused.role(name, parameter)
+            role = by_module.describe_unused(name, parameter)
         roles.append(role)
     return roles
+
+
+def _group_uses(record: ForwardRecord) -> dict[str, list[_Use]]:
+    """The uses of each parameter by layers and functions."""
+    uses: dict[str, list[_Use]] = {}
+    for entry in record.entries:
+        for parameter_key, name in entry.names.items():
+            if name is not None:
+                uses.setdefault(name, []).append(_Use(entry, parameter_key))
+    return uses
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,8 @@ def _role_from_matrices(
     """The role of a parameter that layers use as a matrix, as filters or as a stack of matrices."""
     convolutions = [use.module for use in uses if use.is_convolution]
     if convolutions:
-        return _convolution_role(name, parameter, convolutions[0], row_sets, is_head)
+        filters = _Filters.of(convolutions[0])
+        return _convolution_role(name, parameter, filters, row_sets, is_head)
     products = [use.module.product for use in uses if isinstance(use.module, ProductUse)]
     if not products:
         return _matrix_role(name, parameter, None, row_sets, reason, is_head)
@@ -248,12 +254,28 @@ def _matrix_role(
     return ParameterRole(name, Role.MATRIX, split, axis, reason)
 
 
+@dataclass(frozen=True)
+class _Filters:
+    """Whose filters a parameter holds."""
+
+    #: the layer or function in words
+    description: str
+    groups: int
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, module: Any) -> _Filters:
+        """Those of a convolution layer."""
+        is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        return cls(f"filters of {type(module).__name__}", module.groups, is_transposed)
+
+
 def _convolution_role(
-    name: str, parameter: Tensor, module: Any, row_sets: Sequence[Sequence[int]], is_head: bool
-) -> ParameterRole:
-    layer_name = type(module).__name__
-    groups = module.groups
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+    name: str, parameter: Tensor, filters: _Filters, row_sets: Sequence[Sequence[int]],
+    is_head: bool,
+) -> ParameterRole:  # fmt: skip
+    groups = filters.groups
+    if filters.is_transposed:
         axis = 1
         rows = parameter.shape[1]
         inputs = parameter.shape[0] // groups
@@ -262,7 +284,7 @@ def _convolution_role(
         rows = parameter.shape[0] // groups
         inputs = parameter.shape[1]
     if groups > 1 and (inputs == 1 or rows == 1):
-        return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise filters of {layer_name}")
+        return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise {filters.description}")
     remark = ""
     if groups > 1:
         if axis == 0:
@@ -272,7 +294,7 @@ def _convolution_role(
         remark = f", {groups} groups"
     else:
         split, remark = _split_of(row_sets, rows)
-    reason = f"filters of {layer_name}{remark}"
+    reason = f"{filters.description}{remark}"
     if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
     return ParameterRole(name, Role.CONVOLUTION, split, axis, reason)
@@ -361,22 +383,21 @@ def _role_of_source(
     if parameter.ndim < 2 or (min(parameter.flatten(1).shape) == 1 and not is_head):
         return ParameterRole(name, Role.VECTOR, (), 0, "a part of a computed weight")
     reason = f"the weight of {weight.function} is computed from it"
-    rows = parameter.shape[0]
-    split = (rows,)
-    if is_whole:
-        split, remark = _split_of(row_sets, rows)
-        reason += remark
-    if is_head:
-        role = Role.HEAD
-        reason = f"it gives the output; {reason}"
-    elif weight.function == "linear":
-        role = Role.MATRIX
+    if weight.function == "linear":
+        if not is_whole:
+            row_sets = []
+        role = _matrix_role(name, parameter, None, row_sets, reason, is_head)
+    elif is_whole:
+        description = f"filters from which the weight of {weight.function} is computed"
+        is_transposed = weight.function in TRANSPOSED_CONVOLUTIONS
+        filters = _Filters(description, weight.groups, is_transposed)
+        role = _convolution_role(name, parameter, filters, row_sets, is_head)
     else:
-        role = Role.CONVOLUTION
-    return ParameterRole(name, role, split, 0, reason, is_computed_from=True)
+        role = ParameterRole(name, Role.CONVOLUTION, (len(parameter),), 0, reason)
+    return replace(role, is_computed_from=True)
 
 
-class _UnusedRoles:
+class _RolesByModule:
     """Roles of parameters that no known layer used in the pass, from the module that holds them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -386,7 +407,18 @@ class _UnusedRoles:
                 if tensor is not None:
                     self._owners.setdefault(id(tensor), (module, key))
 
-    def role(self, name: str, parameter: Tensor) -> ParameterRole:
+    def describe_unknown(self, name: str, parameter: Tensor, use: str) -> ParameterRole:
+        """Return the role of a parameter that is used, and by no known layer.
+
+        A table of embeddings stays one, whatever is done with its rows.
+        """
+        module, _ = self._owners.get(id(parameter), (None, ""))
+        role = Role.VECTOR
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            role = Role.EMBEDDING
+        return ParameterRole(name, role, (), 0, f"{NO_LAYER}: {use}", is_used=False)
+
+    def describe_unused(self, name: str, parameter: Tensor) -> ParameterRole:
         """Return a role with the reason that the pass did not show it."""
         module, key = self._owners.get(id(parameter), (nn.Identity(), ""))
         layer = find_layer(module, object)
@@ -399,7 +431,7 @@ class _UnusedRoles:
         elif layer.one_hot:
             role = ParameterRole(name, Role.EMBEDDING, (), 0, "")
         elif isinstance(module, nn.modules.conv._ConvNd):
-            role = _convolution_role(name, parameter, module, [], is_head=False)
+            role = _convolution_role(name, parameter, _Filters.of(module), [], is_head=False)
         else:
             role = ParameterRole(name, Role.MATRIX, (parameter.shape[0],), 0, "")
         remark = f"by its module, {type(module).__name__}: this pass did not use it"

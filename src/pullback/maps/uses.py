@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .functions import FunctionMode, NormalizedWeight, use
 from .layers.contraction import Letters, read_product
 from .layers.embedding import BagUse
+from .layers.entries import ParameterEntries
 from .layers.scale import Gain
 
 #: functions whose result has the same entries
@@ -168,20 +169,22 @@ def _note_contraction(
 ) -> Tensor | None:
     """Note a sum of products, of which one factor is a parameter.
 
-    If `is_broadcast`, or where matrices cannot be read off otherwise, the other factors are
-    expanded along axes of the parameter that they lack: then all matrices meet all inputs.
+    If `is_broadcast`, where the result begins with the parameter's first axis, as stacks of experts
+    have it, or where matrices cannot be read off otherwise, the other factors are expanded along
+    axes of the parameter that they lack: then all matrices meet all inputs.
     """
     operands = contraction.operands
-    weights = [k for k, t in enumerate(operands) if mode.find_entries(t) is not None]
-    if not weights or (len(operands) > 2 and len(weights) > 1):
+    k = _find_weight_operand(mode, operands)
+    if k is None:
         return None
-    k = weights[-1]
     weight = operands[k]
     weight_name = contraction.names[k]
     x, x_name = _multiply_others(contraction, k)
     entries = mode.find_entries(weight)
     assert entries is not None
     letters = Letters(weight_name, x_name, contraction.result)
+    if weight.ndim > 2 and contraction.result.startswith(weight_name[0]):
+        is_broadcast = True
     if is_broadcast or read_product(entries, letters, None) is None:
         stack_name = weight_name[:-2]
         if not stack_name and not is_broadcast:
@@ -193,6 +196,14 @@ def _note_contraction(
     if k == len(operands) - 1:
         bias = contraction.bias
     return mode.note_product(out, weight, x, letters, bias)
+
+
+def _find_weight_operand(mode: FunctionMode, operands: Sequence[Tensor]) -> int | None:
+    """Return which factor is the parameter: the last one of two, or the only one of several."""
+    weights = [k for k, t in enumerate(operands) if mode.find_entries(t) is not None]
+    if not weights or (len(operands) > 2 and len(weights) > 1):
+        return None
+    return weights[-1]
 
 
 def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:
@@ -473,32 +484,48 @@ def _note_elementwise(
 ) -> Tensor | None:
     """Note a gain ("weight") or a shift ("bias") by one of both arguments."""
     for tensor, x in ((one, two), (two, one)):
-        parameter = mode.find_parameter(tensor)
-        if parameter is None or not isinstance(x, Tensor) or mode.find_entries(x) is not None:
+        entries = mode.find_entries(tensor)
+        if entries is None or not isinstance(x, Tensor) or mode.find_entries(x) is not None:
             continue
         shape = tuple(tensor.shape)
         while shape and shape[0] == 1:
             shape = shape[1:]
         if out.ndim <= len(shape):  # nothing counts samples
             return None
-        if role == "weight":
-            return _note_gain(mode, out, parameter, shape, x.detach(), role)
-        return _note_shift(mode, out, parameter, shape)
+        if role == "bias":
+            return _note_shift(mode, out, entries, shape)
+        if entries.is_whole:
+            return _note_gain(mode, out, entries.parameter, shape, x.detach(), role)
     return None
 
 
 def _note_shift(
-    mode: FunctionMode, out: Tensor, parameter: Tensor, shape: tuple[int, ...]
-) -> Tensor:
-    """Note a bias, a table of positions, or a shift of some axes."""
+    mode: FunctionMode, out: Tensor, entries: ParameterEntries, shape: tuple[int, ...]
+) -> Tensor | None:
+    """Note a bias, a table of positions or some of its rows, or a shift of some axes."""
     ends_alike = out.shape[out.ndim - len(shape) :] == shape
+    if ends_alike and len(shape) > 1:
+        return _note_positions(mode, out, entries, shape)
+    if not entries.is_whole:
+        return None
     if ends_alike and len(shape) == 1:
         blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
-        return mode.note(nn.Linear, blank, out, {"weight": None, "bias": parameter})
-    if ends_alike and len(shape) > 1:  # positions that are looked up
-        rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
-        return _note_lookup(mode, out, parameter, rows.expand(out.shape[:-1]))
-    return _note_gain(mode, out, parameter, shape, out.new_zeros(()), "bias")
+        return mode.note(nn.Linear, blank, out, {"weight": None, "bias": entries.parameter})
+    return _note_gain(mode, out, entries.parameter, shape, out.new_zeros(()), "bias")
+
+
+def _note_positions(
+    mode: FunctionMode, out: Tensor, entries: ParameterEntries, shape: tuple[int, ...]
+) -> Tensor | None:
+    """Note positions that are looked up: all rows of a table, or consecutive ones."""
+    width = shape[-1]
+    is_whole_rows = width == entries.parameter.shape[-1] and entries.offset % width == 0
+    if not entries.is_whole and not (is_whole_rows and entries.is_dense and entries.index is None):
+        return None
+    count = prod(shape[:-1])
+    first = entries.offset // width
+    rows = torch.arange(first, first + count, device=out.device).view(shape[:-1])
+    return _note_lookup(mode, out, entries.parameter, rows.expand(out.shape[:-1]))
 
 
 def _note_gain(
