@@ -132,19 +132,8 @@ def _refuse_none(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def find_last_layer(model: nn.Module, call: object) -> list[str]:
     """Return the parameters of the module that runs last among those that hold some."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    visited: list[nn.Module] = []
-
-    def note(module: nn.Module, args: object, output: object) -> None:
-        visited.append(module)
-
     holders = [m for m in model.modules() if any(id(p) in names for p in m.parameters(False))]
-    handles = [module.register_forward_hook(note) for module in holders]
-    try:
-        with torch.no_grad():
-            model(*call.args, **call.kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-    finally:
-        for handle in handles:
-            handle.remove()
+    visited = _list_visits(model, holders, call)
     if not visited:
         raise PullbackError(
             "There is no last layer",
@@ -153,3 +142,20 @@ def find_last_layer(model: nn.Module, call: object) -> list[str]:
         )
     parameters = visited[-1].parameters(recurse=False)
     return [names[id(p)] for p in parameters if id(p) in names]
+
+
+def _list_visits(model: nn.Module, modules: list[nn.Module], call: object) -> list[nn.Module]:
+    """Return which of the modules a call of the model runs, in the order in which they end."""
+    visited: list[nn.Module] = []
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        visited.append(module)
+
+    handles = [module.register_forward_hook(note) for module in modules]
+    try:
+        with torch.no_grad():
+            model(*call.args, **call.kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return visited

@@ -294,6 +294,15 @@ class Posterior:
         return function
 
 
+def _read_precision(prior_precision: float | str) -> float | None:
+    """Return δ as a number, or None where it maximizes the marginal likelihood."""
+    if isinstance(prior_precision, str):
+        refuse_unknown("choice of the prior precision", prior_precision, [MARGINAL_LIKELIHOOD])
+        return None
+    require_number("The prior precision", prior_precision, positive=True)
+    return float(prior_precision)
+
+
 def laplace(
     curvature: Curvature,
     *,
@@ -314,12 +323,7 @@ def laplace(
         PullbackError: if the model has changed since the fit, or a number is not usable.
     """
     curvature.check_model()
-    chosen_precision = None
-    if isinstance(prior_precision, str):
-        refuse_unknown("choice of the prior precision", prior_precision, [MARGINAL_LIKELIHOOD])
-    else:
-        require_number("The prior precision", prior_precision, positive=True)
-        chosen_precision = float(prior_precision)
+    chosen_precision = _read_precision(prior_precision)
     fitted_noise = _read_noise(curvature.likelihood)
     if noise is not None:
         require_number("The noise", noise, positive=True)

@@ -255,9 +255,12 @@ def _check_parameters(params: Mapping[str, Tensor], of_model: Mapping[str, Tenso
     shapes = {name: p.shape for name, p in of_model.items()}
     unknown = [name for name, p in params.items() if shapes.get(name) != p.shape]
     if unknown or not params:
+        why = "there is no parameter to move"
+        if unknown:
+            why = f"unknown or of another shape: {unknown}"
         raise PullbackError(
             "The model has no tangent space over these parameters",
-            f"unknown or of another shape: {unknown}" if unknown else "there is none to move",
+            why,
             "Unfreeze a parameter of the module, or name its own in params=",
         )
     not_float = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]

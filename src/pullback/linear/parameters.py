@@ -140,17 +140,17 @@ class FactoredModule(nn.Module):
 
         Hooks and ties may change a model, so Aᵀc must be what autograd says for a random c.
         """
-        source = getattr(linear, "map", None)
-        leaves = getattr(linear, "leaves", None)
-        if source is None or leaves is None or source.output is not None or source.batch_dim != 0:
-            return None  # the metric does not see simply this module's output
+        call = _read_plain_call(linear)
+        if call is None:
+            return None
+        leaves = linear.leaves  # pyright: ignore[reportAttributeAccessIssue]
         numbers = {f"factors.{i}": i for i in range(self.depth)}
         if self._has_ties() or not numbers.keys() >= leaves.keys():
             return None
         factors = self.values(linear.space.dtype)
         for name, leaf in leaves.items():
             factors[numbers[name]] = leaf.detach().to(linear.space.dtype)
-        args = _read_arguments(source.call)
+        args = _read_arguments(call)
         if len(args) == 1 and args[0].ndim != 2:
             return None
         chosen = [numbers[name] for name in linear.space.names]
@@ -169,6 +169,19 @@ class FactoredModule(nn.Module):
     ) -> FactoredGram:
         """G over the chosen factors for `forward(*args)`."""
         raise NotImplementedError
+
+
+def _read_plain_call(linear: Linearization) -> Any:
+    """Return the recorded call whose whole output the metric sees, samples along axis 0, or None.
+
+    A linearization that was not recorded from a module's call has no `map` and no `leaves`.
+    """
+    source = getattr(linear, "map", None)
+    if source is None or getattr(linear, "leaves", None) is None:
+        return None
+    if source.output is not None or source.batch_dim != 0:
+        return None
+    return source.call
 
 
 def _read_arguments(call: Any) -> list[Tensor]:

@@ -122,13 +122,19 @@ def solve(
         solution = Strategy(problem, network, settings).solve()
     else:
         solution = Run(problem, network, settings, checkpoint).advance()
-    if solution.verdict.name is Outcome.CONVERGED and solution.verdict.estimated is None:
-        solution.verdict = solution.judge_error()
-    elif solution.verdict.name in {Outcome.STALLED, Outcome.UNFINISHED, Outcome.OVERFITTED}:
-        solution.verdict = solution.judge_residuals()
+    _complete_verdict(solution)
     if solution.verdict.alarming and find_solve_processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution
+
+
+def _complete_verdict(solution: PDESolution) -> None:
+    """Add an estimate of the error if the run converged, else where the residual is largest."""
+    verdict = solution.verdict
+    if verdict.name is Outcome.CONVERGED and verdict.estimated is None:
+        solution.verdict = solution.judge_error()
+    elif verdict.name in {Outcome.STALLED, Outcome.UNFINISHED, Outcome.OVERFITTED}:
+        solution.verdict = solution.judge_residuals()
 
 
 def _check_slabs(slabs: object) -> None:

@@ -186,12 +186,8 @@ class OrthogonalGreedy(Solver):
             if basis.count and self._has_faded(scores[0], first_score):
                 return GreedyStop.FADED
             since = basis.count
-            candidates = [i for score, i in zip(scores, indices, strict=True) if score > 0]
-            rejected += sum(not basis.add(i) for i in candidates)
-            if basis.count == since:
-                continue
-            basis.refresh(since)
-            if self.tol is not None and _gain(basis, since) <= self.tol:
+            rejected += _add_all(basis, scores, indices)
+            if self._is_small_gain(basis, since):
                 return GreedyStop.SMALL_GAIN
         if limit == self.k:
             return GreedyStop.ALL_TAKEN
@@ -199,6 +195,24 @@ class OrthogonalGreedy(Solver):
 
     def _has_faded(self, score: float, first_score: float) -> bool:
         return self.tol is not None and score <= self.tol * first_score
+
+    def _is_small_gain(self, basis: SelectedTangents, since: int) -> bool:
+        """Return True if vectors were added after the first `since`, and add at most tol each."""
+        if self.tol is None or basis.count == since:
+            return False
+        return _gain(basis, since) <= self.tol
+
+
+def _add_all(basis: SelectedTangents, scores: list[float], indices: list[int]) -> int:
+    """Add the vectors of positive score to the basis; return how many it rejected."""
+    since = basis.count
+    candidates = [i for score, i in zip(scores, indices, strict=True) if score > 0]
+    for index in candidates:
+        basis.add(index)
+    added = basis.count - since
+    if added:
+        basis.refresh(since)
+    return len(candidates) - added
 
 
 def _judge_score(best_score: float, *, has_room: bool) -> GreedyStop | None:

@@ -1,7 +1,7 @@
 r"""The way along an orbit to its point on a slice, from norms alone.
 
-A slice says which norms are to be equal: c(t) = ½ log(in/out) = 0, one number per scale. Two kinds
-of norms have the same three answers, `imbalance`, `newton_step` and `dead`:
+On a slice pairs of norms are equal: c(t) = ½ log(in/out) = 0, one number per scale. Two kinds of
+norms offer `imbalance`, `newton_step` and `dead`:
 
     UnitNorms     in_u and out_u of every unit           balanced slices
     BlockNorms    norms of neighboring blocks of layers  slices of equal norms
@@ -72,37 +72,56 @@ class Norms(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OrbitPoint:
+    """A point of the orbit; both comparisons are False where an imbalance is NaN.
+
+    Attributes:
+        t: its log-scales, (U,).
+        imbalance: the largest |log(out/in)| of its units.
+    """
+
+    t: Tensor
+    imbalance: float
+
+    @classmethod
+    def at(cls, norms: Norms, t: Tensor) -> OrbitPoint:
+        """Return the point at t with its imbalance."""
+        return cls(t, _largest_imbalance(norms, t))
+
+    def halves(self, earlier: OrbitPoint) -> bool:
+        """Return True if the imbalance is at most half of the earlier one."""
+        return self.imbalance <= earlier.imbalance / 2
+
+    def improves(self, earlier: OrbitPoint) -> bool:
+        """Return True if the imbalance is below the earlier one."""
+        return self.imbalance < earlier.imbalance
+
+
 def solve_log_scales(norms: Norms, t: Tensor, eps: float) -> Tensor:
     """Return log-scales (U,) of the orbit's point on the slice, from t on.
 
     Where the norms agree to the parameters' own round-off eps, t stays as it is.
     """
-    imbalance = _largest_imbalance(norms, t)
-    if imbalance <= THRESHOLDS.balanced * eps:
+    point = OrbitPoint.at(norms, t)
+    if point.imbalance <= THRESHOLDS.balanced * eps:
         return t
     target = 0.0
     if eps > torch.finfo(torch.float64).eps:
         target = THRESHOLDS.enough * eps
     for _ in range(THRESHOLDS.iterations):
-        is_near = imbalance <= norms.newton_radius
-        if is_near:
-            trial = t + norms.newton_step(t, min(THRESHOLDS.newton_residual, imbalance))
-        else:
-            trial = sweep(norms, t)
-        trial_imbalance = _largest_imbalance(norms, trial)
-        # Both comparisons are false for NaN.
-        has_halved = trial_imbalance <= imbalance / 2
-        has_improved = trial_imbalance < imbalance
-        if is_near and imbalance < THRESHOLDS.near_round_off and not has_halved:
-            return trial if has_improved else t
-        if is_near and not has_improved:
-            trial = sweep(norms, t)
-            trial_imbalance = _largest_imbalance(norms, trial)
-        t = trial
-        imbalance = trial_imbalance
-        if imbalance <= target:
+        trial = None
+        if point.imbalance <= norms.newton_radius:
+            tolerance = min(THRESHOLDS.newton_residual, point.imbalance)
+            trial = OrbitPoint.at(norms, point.t + norms.newton_step(point.t, tolerance))
+            if point.imbalance < THRESHOLDS.near_round_off and not trial.halves(point):
+                return trial.t if trial.improves(point) else point.t
+        if trial is None or not trial.improves(point):
+            trial = OrbitPoint.at(norms, sweep(norms, point.t))
+        point = trial
+        if point.imbalance <= target:
             break
-    return t
+    return point.t
 
 
 def sweep(norms: Norms, t: Tensor) -> Tensor:

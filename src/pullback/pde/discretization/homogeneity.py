@@ -9,12 +9,11 @@ import torch
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
 from .residual import LocalResidual
+from .seeds import SEEDS
 from .sites import draw_sites
 
 #: points at which a condition is evaluated
 _POINTS = 64
-#: seed of these, a prime that no run uses
-_SEED = 15_487_469
 #: of the Laplacian
 _SECOND_ORDER = 2
 
@@ -70,7 +69,7 @@ def find_constant_state(problem: Problem) -> float:
 
 def _integrate_constant(problem: Problem, integral: Condition, value: float) -> float:
     """Return an integral of fields that all have a constant value."""
-    sites = draw_sites(problem, integral, _POINTS, "sobol", _SEED)
+    sites = draw_sites(problem, integral, _POINTS, "sobol", SEEDS.inspection)
     local = LocalResidual(problem, integral, sites)
     constants = {}
     for key in local.keys:
@@ -81,7 +80,7 @@ def _integrate_constant(problem: Problem, integral: Condition, value: float) -> 
 
 def _find_order(problem: Problem, equation: Condition) -> int:
     """Return the order of an equation's highest derivative."""
-    sites = draw_sites(problem, equation, _POINTS, "sobol", _SEED)
+    sites = draw_sites(problem, equation, _POINTS, "sobol", SEEDS.inspection)
     indices = LocalResidual(problem, equation, sites).indices
     return max(_SECOND_ORDER if index is None else len(index) for index in indices)
 
@@ -93,7 +92,7 @@ def _holds_for_zero(problem: Problem, condition: Condition) -> bool:
     if condition.target is not None:
         return condition.target == 0
     count = condition.region(problem.domain).point_count or _POINTS
-    sites = draw_sites(problem, condition, count, "sobol", _SEED)
+    sites = draw_sites(problem, condition, count, "sobol", SEEDS.inspection)
     local = LocalResidual(problem, condition, sites)
     zeros = torch.zeros_like(sites[0].x[:, 0])
     return not bool(local(dict.fromkeys(local.keys, zeros)).any())

@@ -13,6 +13,7 @@ from ..arguments import check_count, check_seed, is_integer, require
 from ..domains.sampling import Points, Sampler
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
+from .seeds import SEEDS
 from .sites import Sites, draw_sites
 from .term import build_term
 from .trial import Trial
@@ -46,10 +47,6 @@ class PointCounts:
 
 
 COUNTS = PointCounts()
-
-#: between the seeds of two draws, and of two refinements: primes, so that no two agree
-_DRAW_STRIDE = 1_000_003
-_REFINEMENT_STRIDE = 7_368_787
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class SamplingPlan:
 
     def draw(self, number: int) -> dict[str, Sites]:
         """Return the points of one draw, by condition."""
-        seed = self.seed + _DRAW_STRIDE * number
+        seed = self.seed + SEEDS.draw_stride * number
         sites: dict[str, Sites] = {}
         for i, condition in enumerate(self.problem.conditions):
             count = self.counts[condition.name]
@@ -167,7 +164,7 @@ class SamplingPlan:
         for i, condition in enumerate(self.problem.conditions):
             is_movable = condition.region(self.problem.domain).point_count is None
             if condition.is_equation and is_movable and len(sites[condition.name]) == 1:
-                seed = self.seed + _REFINEMENT_STRIDE * (step + 1) + i
+                seed = self.seed + SEEDS.refinement_stride * (step + 1) + i
                 points = sites[condition.name][0]
                 refined[condition.name] = (self._concentrate(condition, points, trial, seed),)
         return refined

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ...maps import Scheme
 from ...maps.jets import Index
 from ..discretization.residual import Key, LocalResidual, compute_derivatives
+from ..discretization.seeds import SEEDS
 from ..discretization.sites import Sites, draw_sites
 from ..discretization.trial import Trial
 from ..discretization.weights import measure_wave
@@ -90,8 +91,6 @@ class CorrectionLimits:
 
 
 LIMITS = CorrectionLimits()
-#: seed of the points, a prime that no run uses
-_SEED = 15_487_469
 
 
 class CorrectionFailed(Exception):
@@ -202,7 +201,7 @@ def _find_highest_order(problem: Problem) -> int:
     highest = 1
     for condition in problem.conditions:
         count = condition.region(problem.domain).point_count or 1
-        sites = draw_sites(problem, condition, count, "sobol", _SEED)
+        sites = draw_sites(problem, condition, count, "sobol", SEEDS.inspection)
         for index in LocalResidual(problem, condition, sites).indices:
             order = 2 if index is None else len(index)
             highest = max(highest, order)
@@ -452,7 +451,7 @@ class Window:
         if region.point_count is not None:
             count = region.point_count
         sampler = ClusteredSobol()
-        return draw_sites(self._problem, condition, int(count) + 1, sampler, _SEED)
+        return draw_sites(self._problem, condition, int(count) + 1, sampler, SEEDS.inspection)
 
     def solve(self) -> None:
         """Find e by Newton's method; raise CorrectionFailed if it does not converge."""
@@ -527,7 +526,7 @@ class Window:
         return torch.block_diag(*blocks)
 
     def _draw_error_points(self) -> Tensor:
-        return self._problem.domain.sample(LIMITS.error_points, "sobol", seed=_SEED).x
+        return self._problem.domain.sample(LIMITS.error_points, "sobol", seed=SEEDS.inspection).x
 
     def measure(self, start: float, end: float, unexplained: float = 0.0) -> WindowError:
         """Return mean squares of the error and of the corrected solution over the window."""
@@ -552,7 +551,7 @@ def find_nonzero_fields(problem: Problem) -> frozenset[str]:
             field = problem.fields[0]
         if field is None or condition.is_equation or not condition.prescribes_values:
             continue
-        sites = draw_sites(problem, condition, 64, "sobol", _SEED)
+        sites = draw_sites(problem, condition, 64, "sobol", SEEDS.inspection)
         local = LocalResidual(problem, condition, sites)
         zeros = torch.zeros_like(sites[0].x[:, 0])
         if bool(local(dict.fromkeys(local.keys, zeros)).any()):

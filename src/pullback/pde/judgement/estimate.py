@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..._core.space import ParameterSpace
 from ...maps.jets import Unsupported
+from ..discretization.seeds import SEEDS
 from ..discretization.term import build_term
 from ..discretization.trial import UNKNOWNS_PREFIX, Trial
 from ..networks.modules import Slabs
@@ -43,8 +44,6 @@ class EstimateThresholds:
 
 
 THRESHOLDS = EstimateThresholds()
-#: seed of fresh points, a prime that no run uses
-_SEED = 104_729
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def _linearize(
     size = sum(p.numel() for p in params.values())
     count = max(THRESHOLDS.points_per_parameter * size, THRESHOLDS.fewest_points)
     counts = {condition.name: count for condition in problem.conditions}
-    validation = Validation(problem, trial, counts, weights, _SEED)
+    validation = Validation(problem, trial, counts, weights, SEEDS.validation)
     rows = []
     residuals = []
     with torch.enable_grad():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..discretization.residual import Key, LocalResidual
+from ..discretization.seeds import SEEDS
 from ..discretization.trial import Trial
 from ..problem.conditions import Condition, Dirichlet
 from ..problem.problem import Problem
@@ -29,8 +30,6 @@ class GrowthThresholds:
 
 
 THRESHOLDS = GrowthThresholds()
-#: seed of the places, a prime that no run uses
-_SEED = 15_487_469
 
 
 def measure_growth(problem: Problem, trial: Trial, unknowns: Mapping[str, Tensor]) -> float:
@@ -71,7 +70,7 @@ def _collect_slopes(
     problem: Problem, trial: Trial, unknowns: Mapping[str, Tensor]
 ) -> dict[Key, Tensor]:
     """Return the slopes of all equations side by side, (N, R) by derivative."""
-    points = problem.domain.sample(THRESHOLDS.places, "sobol", seed=_SEED)
+    points = problem.domain.sample(THRESHOLDS.places, "sobol", seed=SEEDS.inspection)
     parameter = next(trial.parameters())
     points = points.to(parameter.dtype, parameter.device)
     by_equation: list[dict[Key, Tensor]] = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..discretization.residual import LocalResidual
+from ..discretization.seeds import SEEDS
 from ..domains.sampling import Points
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
@@ -41,8 +42,6 @@ class JumpThresholds:
 
 
 THRESHOLDS = JumpThresholds()
-#: seed of the lines, a prime that no run uses
-_SEED = 15_487_469
 
 
 def find_jump(problem: Problem) -> str:
@@ -86,7 +85,7 @@ class Coefficients:
         self._problem = problem
         self._condition = condition
         self._value = value
-        local = self._localize(problem.domain.sample(1, "sobol", seed=_SEED).x)
+        local = self._localize(problem.domain.sample(1, "sobol", seed=SEEDS.inspection).x)
         self.order = max(2 if index is None else len(index) for index in local.indices)
 
     def _localize(self, x: Tensor) -> LocalResidual:
@@ -115,7 +114,7 @@ class Lines:
     @classmethod
     def draw(cls, problem: Problem) -> Lines:
         """Return lines between points of the domain."""
-        x = problem.domain.sample(2 * THRESHOLDS.lines, "uniform", seed=_SEED).x
+        x = problem.domain.sample(2 * THRESHOLDS.lines, "uniform", seed=SEEDS.inspection).x
         return cls(x[: THRESHOLDS.lines], x[THRESHOLDS.lines :])
 
     def keep_jumps(self, coefficients: Coefficients) -> Lines:

@@ -22,14 +22,22 @@ from ..._core.errors import PullbackError
 from ..problem.problem import Problem
 from .history import History
 
-#: cells along each side of a heat map
-_CELLS = 200
-#: points of a curve
-_CURVE_POINTS = 1000
-#: decades of an error that are shown at most
-_DECADES = 5
-#: inches of the row of curves
-_CURVE_HEIGHT = 2.6
+
+@dataclass(frozen=True)
+class PlotLayout:
+    """Sizes of the figures."""
+
+    #: cells along each side of a heat map, which is at most 500 pixels wide
+    cells: int = 200
+    #: points of a curve, which is at most 1,500 pixels wide
+    curve_points: int = 1000
+    #: decades of an error that are shown at most; smaller errors get the lowest color
+    decades: int = 5
+    #: inches of the row of curves
+    curve_height: float = 2.6
+
+
+LAYOUT = PlotLayout()
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 _INK = "#2B2B33"
@@ -107,7 +115,7 @@ def _draw_figure(solution: Drawable) -> Figure:
     curves = _collect_curves(solution)
     heights = [cut.height * len(problem.fields)]
     if curves:
-        heights.append(_CURVE_HEIGHT)
+        heights.append(LAYOUT.curve_height)
     figure = Figure(figsize=(10, sum(heights) + 0.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
@@ -183,15 +191,15 @@ class Cut:
         low = domain.low.double()
         high = domain.high.double()
         if domain.dim == 1:
-            u = torch.linspace(0, 1, _CURVE_POINTS, dtype=torch.float64)
+            u = torch.linspace(0, 1, LAYOUT.curve_points, dtype=torch.float64)
             return cls(problem, (0,), (low + (high - low) * u)[:, None])
         axes = (0, 1)
         if domain.evolves and domain.dim == 2:
             axes = (1, 0)
         # centers of cells: corners and the initial time may be singular
-        unit = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
+        unit = (torch.arange(LAYOUT.cells, dtype=torch.float64) + 0.5) / LAYOUT.cells
         up, right = torch.meshgrid(unit, unit, indexing="ij")
-        points = (0.5 * (low + high)).repeat(_CELLS**2, 1)
+        points = (0.5 * (low + high)).repeat(LAYOUT.cells**2, 1)
         for axis, u in zip(axes, (right, up), strict=True):
             points[:, axis] = low[axis] + (high[axis] - low[axis]) * u.reshape(-1)
         return cls(problem, axes, points, _describe_slice(domain.names[2:], points[0, 2:].tolist()))
@@ -220,7 +228,7 @@ class Cut:
         least = 0.0
         if inside.any():
             least = float(np.quantile(error[inside], 0.01))
-        low, high = _decades(max(least, most * 10.0**-_DECADES), most)
+        low, high = _decades(max(least, most * 10.0**-LAYOUT.decades), most)
         if len(self.axes) == 2:
             self._draw_map(axes, np.maximum(error, low), "magma", LogNorm(low, max(most, 10 * low)))
             return
@@ -251,7 +259,7 @@ class Cut:
         right, up = self.axes
         low = domain.low.tolist()
         high = domain.high.tolist()
-        shown = np.where(self._find_inside(), values, np.nan).reshape(_CELLS, _CELLS)
+        shown = np.where(self._find_inside(), values, np.nan).reshape(LAYOUT.cells, LAYOUT.cells)
         image = axes.imshow(
             shown,
             origin="lower",

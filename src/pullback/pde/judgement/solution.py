@@ -18,6 +18,7 @@ from ...maps import Scheme
 from ..arguments import check_points
 from ..checkpoint import load_parameters, load_state, save_state
 from ..discretization.residual import compute_derivatives, fingerprint
+from ..discretization.seeds import SEEDS
 from ..discretization.sites import draw_sites
 from ..discretization.trial import Trial
 from ..networks.modules import Slabs
@@ -57,8 +58,6 @@ class SolutionThresholds:
 
 
 THRESHOLDS = SolutionThresholds()
-#: seed of fresh points, a prime that no run uses
-_SEED = 104_729
 #: attributes that are saved as they are
 _SAVED = ("unknowns", "weights", "loss", "spectrum", "nested")
 
@@ -136,7 +135,7 @@ class PDESolution:
     @property
     def _validation(self) -> Validation:
         counts = {c.name: THRESHOLDS.fresh_points for c in self.problem.conditions}
-        return Validation(self.problem, self._trial, counts, self.weights, _SEED)
+        return Validation(self.problem, self._trial, counts, self.weights, SEEDS.validation)
 
     @property
     def _trial(self) -> Trial:
@@ -272,7 +271,7 @@ class PDESolution:
         return correct_solution(self.problem, self.network, self.unknowns)
 
     def _difference(self, other: PDESolution) -> float:
-        x = self.problem.domain.sample(THRESHOLDS.fresh_points, "sobol", seed=_SEED).x
+        x = self.problem.domain.sample(THRESHOLDS.fresh_points, "sobol", seed=SEEDS.validation).x
         return float((self(x) - other(x)).norm() / self(x).norm())
 
     @property

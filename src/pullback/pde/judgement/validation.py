@@ -13,6 +13,7 @@ from ..._core.processes import Processes
 from ...maps import Scheme
 from ...maps.jets import Index
 from ..discretization.residual import LocalResidual, compute_derivatives
+from ..discretization.seeds import SEEDS
 from ..discretization.sites import Sites, draw_sites, take_share
 from ..discretization.term import build_term
 from ..discretization.trial import Trial, select_unknowns
@@ -44,8 +45,6 @@ class ValidationThresholds:
 
 
 THRESHOLDS = ValidationThresholds()
-#: between the seeds of a run's own points and those of fresh ones, a prime
-_SEED_STRIDE = 15_485_863
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Validation:
         if measured_count is not None:
             count = measured_count
         offset = self._problem.conditions.index(condition)
-        seed = self._seed + _SEED_STRIDE * (number + 1) + offset
+        seed = self._seed + SEEDS.validation_stride * (number + 1) + offset
         sites = draw_sites(self._problem, condition, count, "sobol", seed)
         parameter = next(self._trial.parameters())
         return tuple(points.to(parameter.dtype, parameter.device) for points in sites)

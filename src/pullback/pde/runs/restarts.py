@@ -28,11 +28,11 @@ class RestartThresholds:
     hopeless_residual: float = 1e-3
     #: points at which the activity of neurons is measured: a root mean square to 3 %
     activity_points: int = 500
+    #: between the seeds of two restarts: a prime other than that of `Strategy`'s candidates
+    seed_stride: int = 7919
 
 
 THRESHOLDS = RestartThresholds()
-#: between the seeds of two restarts, a prime
-_SEED_STRIDE = 7919
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Restarts:
             self.best = BestTry(losses.fresh, self._copy_parameters(), context.collocation.state())
         number = len(context.history)
         seed = context.settings.sampling.seed
-        generator = torch.Generator().manual_seed(seed + _SEED_STRIDE * number)
+        generator = torch.Generator().manual_seed(seed + THRESHOLDS.seed_stride * number)
         if is_kick:
             points = context.problem.domain.sample(THRESHOLDS.activity_points, "sobol", seed=seed)
             kick(context.trial, points.x.to(next(context.trial.parameters())), generator)

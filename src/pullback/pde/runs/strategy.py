@@ -70,6 +70,7 @@ class StrategyThresholds:
         march_steps_share: of the steps, that a slab of time may take.
         march_reserve: of the budget, that is left for slabs of an ordinary differential equation:
             a tenth of a minute's budget was enough for all but one of nine, which took half.
+        seed_stride: between the seeds of two candidates, a prime other than that of restarts.
     """
 
     look_shares: tuple[float, ...] = (0.25, 0.4, 0.6)
@@ -86,6 +87,7 @@ class StrategyThresholds:
     spent_share: float = 1.0
     march_steps_share: float = 0.25
     march_reserve: float = 0.3
+    seed_stride: int = 6151
 
 
 THRESHOLDS = StrategyThresholds()
@@ -97,8 +99,6 @@ CANDIDATES = (
 )
 #: what the verdict calls a march in time
 _SLABS = "slabs of time"
-#: between the seeds of two candidates, a prime
-_SEED_STRIDE = 6151
 
 
 class Attempt:
@@ -326,7 +326,7 @@ class Strategy:
     def _make_network(self, number: int, candidate: Candidate) -> nn.Module:
         """Return a copy of the given network with other initial values, as large as the data."""
         network = copy.deepcopy(self._initial)
-        seed = self._settings.sampling.seed + _SEED_STRIDE * number
+        seed = self._settings.sampling.seed + THRESHOLDS.seed_stride * number
         reinitialize(network, torch.Generator().manual_seed(seed), candidate.gain)
         enlarge_outputs(network, choose_units(self._problem))
         return network

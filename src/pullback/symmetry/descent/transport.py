@@ -162,9 +162,11 @@ def rescale_curvature(
     for parameter in units.parameters:
         legs = [_Multiplier(leg.rates(t).exp(), leg.power > 0) for leg in parameter.legs]
         multipliers[parameter.name] = legs
-    for key, average in state.averages.items():
-        if key in state.reserved or not any(name in multipliers for name in key.names):
+    scaled_keys = [key for key in state.averages if not multipliers.keys().isdisjoint(key.names)]
+    for key in scaled_keys:
+        if key in state.reserved:
             continue
+        average = state.averages[key]
         block_parameters = [parameters[name] for name in key.names]
         block_multipliers = []
         for name in key.names:
