@@ -45,7 +45,7 @@ from pullback_experiments.kfac_training.tasks import (
     bernoulli,
     categorical,
 )
-from pullback_experiments.learning.training import fit
+from pullback_experiments.learning.training import TrainingOptions, fit
 from tests.kfac_options import kfac_of
 
 CPU = torch.device("cpu")
@@ -171,7 +171,8 @@ def test_a_step_of_every_method(task: TrainingTask, number: int, tmp_path: Path)
     optimizer = method.on(model, task.likelihood(), 0, method.grid[0])
     run = task.run(first)
     assert run["half"] is None  # of CUDA alone
-    record = fit(model, optimizer, first, task.loss, context, epochs=2, batch=16, **run)
+    options = TrainingOptions(epochs=2, batch=16, **run)
+    record = fit(model, optimizer, first, task.loss, context, options)
     assert record["step"] == [0, 2, 4]
     assert all(math.isfinite(v) for v in record["train loss"])
     assert 0 <= record["test accuracy"][-1] <= 1

@@ -21,7 +21,7 @@ from pullback.steps import Constant
 from pullback_experiments import Context, Paused, Results
 from pullback_experiments.framework.store import Store
 from pullback_experiments.learning import data, schedules
-from pullback_experiments.learning.training import Evaluation, accuracy, fit
+from pullback_experiments.learning.training import Evaluation, TrainingOptions, accuracy, fit
 from tests.kfac_options import kfac_of
 
 DATA = data.generate_pictures(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
@@ -62,15 +62,8 @@ def test_every_optimizer_learns_and_is_recorded(name: str, tmp_path: Path) -> No
     watched: list[float] = []
     run_context = context(tmp_path, watch=lambda share, words: watched.append(share))
     epochs = 4 if name in ("kfac", "natural", "lbfgs") else 8
-    record = fit(
-        model,
-        OPTIMIZERS[name](model),
-        DATA,
-        F.cross_entropy,
-        run_context,
-        epochs=epochs,
-        batch=batch,
-    )
+    options = TrainingOptions(epochs=epochs, batch=batch)
+    record = fit(model, OPTIMIZERS[name](model), DATA, F.cross_entropy, run_context, options)
     assert {len(v) for v in record.values()} == {epochs + 1}
     assert record["epoch"] == list(range(epochs + 1))
     assert record["step"][-1] == epochs * (3 if batch else 1)
@@ -90,10 +83,15 @@ def test_a_paused_run_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> Non
         torch.manual_seed(7)
         model = net(dropout=0.3)
         torch.manual_seed(7)
+        options = TrainingOptions(epochs=4, batch=20, schedule=schedules.cosine)
         record = fit(
-            model, OPTIMIZERS[name](model), DATA, F.cross_entropy,
-            context(folder, deadline=deadline), epochs=4, batch=20, schedule=schedules.cosine,
-        )  # fmt: skip
+            model,
+            OPTIMIZERS[name](model),
+            DATA,
+            F.cross_entropy,
+            context(folder, deadline=deadline),
+            options,
+        )
         return record, torch.cat([p.detach().flatten() for p in model.parameters()])
 
     want, ends = run(tmp_path / "whole", None)
@@ -108,8 +106,9 @@ def test_a_paused_run_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> Non
 
 def test_a_lost_run_ends(tmp_path: Path) -> None:
     model = net()
+    options = TrainingOptions(epochs=9)
     record = fit(
-        model, SGD(model.parameters(), math.inf), DATA, F.cross_entropy, context(tmp_path), epochs=9
+        model, SGD(model.parameters(), math.inf), DATA, F.cross_entropy, context(tmp_path), options
     )
     assert not math.isfinite(record["train loss"][-1])
     assert record["epoch"][-1] < 9
@@ -124,10 +123,10 @@ def test_augmentation_schedule_and_regression(tmp_path: Path) -> None:
 
     targets = data.DataSet(DATA.x, DATA.x[:, :3], DATA.test_x[:0], DATA.test_x[:0, :3])
     model = net()
+    options = TrainingOptions(epochs=2, batch=25, schedule=schedules.linear, augment=augment)
     record = fit(
-        model, SGD(model.parameters(), 0.1), targets, F.mse_loss, context(tmp_path),
-        epochs=2, batch=25, schedule=schedules.linear, augment=augment,
-    )  # fmt: skip
+        model, SGD(model.parameters(), 0.1), targets, F.mse_loss, context(tmp_path), options
+    )
     assert recorded == [25] * 4  # the incomplete batch is left out
     assert record["lr"] == pytest.approx([0.1, 0.1 * 0.75, 0.1 * 0.25])
     assert not any(k.startswith("test") or "accuracy" in k for k in record)
@@ -135,10 +134,15 @@ def test_augmentation_schedule_and_regression(tmp_path: Path) -> None:
 
 def test_half_precision_is_only_on_the_way(tmp_path: Path) -> None:
     model = net().float()
+    options = TrainingOptions(epochs=1, batch=20, half=torch.bfloat16)
     record = fit(
-        model, SGD(model.parameters(), 0.1), DATA.to("cpu", torch.float32), F.cross_entropy,
-        context(tmp_path), epochs=1, batch=20, half=torch.bfloat16,
-    )  # fmt: skip
+        model,
+        SGD(model.parameters(), 0.1),
+        DATA.to("cpu", torch.float32),
+        F.cross_entropy,
+        context(tmp_path),
+        options,
+    )
     assert math.isfinite(record["train loss"][-1])
     assert next(model.parameters()).dtype == torch.float32
 
@@ -158,19 +162,18 @@ def test_evaluation_is_a_mean_over_all_samples_and_keeps_the_mode() -> None:
 @pytest.mark.parametrize("arguments", [{"epochs": -1}, {"epochs": 1, "batch": 0}])
 def test_nothing_to_train_on_is_refused(arguments: dict[str, int], tmp_path: Path) -> None:
     model = net()
+    options = TrainingOptions(**arguments)
     with pytest.raises(PullbackError, match="nothing to train on"):
-        fit(
-            model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, context(tmp_path),
-            **arguments,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, context(tmp_path), options)
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     run_context = context(tmp_path)
     (run_context.folder() / "training.pt").write_bytes(b"junk")
     model = net()
+    options = TrainingOptions(epochs=1)
     with pytest.raises(PullbackError, match="Delete it"):
-        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, run_context, epochs=1)
+        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, run_context, options)
 
 
 def test_schedules() -> None:
@@ -198,10 +201,8 @@ def test_captured_steps_train_as_the_others(
         model = net().cuda().float()
         run_context = replace(context(tmp_path / str(graphed)), device=torch.device("cuda"))
         images = DATA.to("cuda", torch.float32)
-        record = fit(
-            model, OPTIMIZERS[name](model), images, F.cross_entropy, run_context,
-            epochs=10, batch=20, schedule=schedule, graphed=graphed,
-        )  # fmt: skip
+        options = TrainingOptions(epochs=10, batch=20, schedule=schedule, graphed=graphed)
+        record = fit(model, OPTIMIZERS[name](model), images, F.cross_entropy, run_context, options)
         ends.append(record["train loss"])
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=0.0)
     assert ends[1][-1] < ends[1][0]

@@ -87,12 +87,19 @@ def main(
         console.print()
         console.print(table(problem, curves))
     figures = [str(path) for path in save_runs(out, quick, races).files[1:]]
+    figures += save_pictures(races, out)
+    console.print(f"\nFigures: {', '.join(figures)}", soft_wrap=True)
+    console.print(f"Page: {report.write(out)[0]}", soft_wrap=True)
+
+
+def save_pictures(races: Sequence[tuple[DemoProblem, list[Curve]]], out: Path) -> list[str]:
+    """Save what the trained networks give, for problems that draw it; return the files."""
+    files = []
     for problem, curves in races:
         picture = problem.picture({c.name: c.model for c in curves if c.model}, out)
         if picture:
-            figures.append(str(picture))
-    console.print(f"\nFigures: {', '.join(figures)}", soft_wrap=True)
-    console.print(f"Page: {report.write(out)[0]}", soft_wrap=True)
+            files.append(str(picture))
+    return files
 
 
 if __name__ == "__main__":

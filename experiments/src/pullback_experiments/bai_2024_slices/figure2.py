@@ -21,7 +21,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.data import DataSet, generate_pictures
-from ..learning.training import fit, tensor_cores
+from ..learning.training import TrainingOptions, fit, tensor_cores
 from .checks import TIMED, claims, table
 from .law import RATES, law
 from .methods import ADAM, FIRST, METHODS, POLAR, SECOND, SGD, SLICED, START, UNITS, SliceMethod
@@ -137,10 +137,8 @@ class Figure2(Experiment):
         config = self.config(context.quick)
         model = mlp(*config["widths"]).to(context.device)
         with tensor_cores(context.device):
-            return fit(
-                model, method.build(model, rate), images, F.cross_entropy, context,
-                epochs=epochs, batch=config["batch"], graphed=True,
-            )  # fmt: skip
+            options = TrainingOptions(epochs=epochs, batch=config["batch"], graphed=True)
+            return fit(model, method.build(model, rate), images, F.cross_entropy, context, options)
 
     def line(self, record: Record) -> str:
         if "one step" in record:

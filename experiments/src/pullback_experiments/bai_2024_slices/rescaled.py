@@ -26,7 +26,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.natural import close_kfac, natural_kfac
-from ..learning.training import fit
+from ..learning.training import TrainingOptions, fit
 from .figure2 import PAPER
 from .networks import NETWORKS, digits, start
 
@@ -205,10 +205,8 @@ class Rescaling(Experiment):
         images = digits(torch.float64).to(context.device)
         epochs = self.config(context.quick)["epochs"]
         with close_kfac(getattr(optimizer, "optimizer", optimizer)):
-            record = fit(
-                model, optimizer, images, F.cross_entropy, context,
-                epochs=epochs, batch=self.batch,
-            )  # fmt: skip
+            options = TrainingOptions(epochs=epochs, batch=self.batch)
+            record = fit(model, optimizer, images, F.cross_entropy, context, options)
         return {"rate": rate, "moved": moved, **record}
 
     def line(self, record: Record) -> str:

@@ -27,7 +27,7 @@ from ..learning import data, schedules
 from ..learning.data import DataSet
 from ..learning.natural import natural_kfac
 from ..learning.networks import convnet, mlp
-from ..learning.training import fit
+from ..learning.training import TrainingOptions, fit
 from .curves import chart, clearly_fewer, epochs, final, format_epochs, panel
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ class Tuned(Experiment):
             model, lr, metric=metric, fisher="exact", damping=damping, seed=context.seed,
             kl_clip=None, statistics_every=5, invert_every=10,
         ) as optimizer:  # fmt: skip
-            record = fit(
-                model, optimizer, images, F.cross_entropy, context,
-                epochs=config["epochs"], batch=self.batch, schedule=schedules.cosine,
-            )  # fmt: skip
+            options = TrainingOptions(
+                epochs=config["epochs"], batch=self.batch, schedule=schedules.cosine
+            )
+            record = fit(model, optimizer, images, F.cross_entropy, context, options)
         return {**record, "settings": list(pair)}
 
     def line(self, record: Record) -> str:

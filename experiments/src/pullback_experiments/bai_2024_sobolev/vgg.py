@@ -24,7 +24,7 @@ from ..framework.tabular import Table, count_of
 from ..learning import images, schedules
 from ..learning.natural import natural_kfac
 from ..learning.networks import vgg16
-from ..learning.training import fit, tensor_cores
+from ..learning.training import TrainingOptions, fit, tensor_cores
 from .curves import charts, clearly_fewer, epochs, final, format_epochs
 
 if TYPE_CHECKING:
@@ -239,12 +239,16 @@ class VGGTraining(Experiment):
             method.optimizer(model, context.seed, **self.settings) as optimizer,
             tensor_cores(device),
         ):
-            return fit(
-                model, optimizer, data, F.cross_entropy, context,
-                epochs=config["epochs"], batch=config["batch"], schedule=method.schedule,
-                augment=images.CropAndFlip.of(data.x), half=half, evaluated=evaluated,
+            options = TrainingOptions(
+                epochs=config["epochs"],
+                batch=config["batch"],
+                schedule=method.schedule,
+                augment=images.CropAndFlip.of(data.x),
+                half=half,
+                evaluated=evaluated,
                 graphed=True,
-            )  # fmt: skip
+            )
+            return fit(model, optimizer, data, F.cross_entropy, context, options)
 
     def line(self, record: Record) -> str:
         loss = record["train loss"][-1]

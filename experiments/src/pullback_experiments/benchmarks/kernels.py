@@ -138,23 +138,34 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
     result: dict[str, Any] = {"error": errors, "sizes": {}}
     last = {route: time_small_run(route, problem, device) for route in ROUTES}
     print(f"\n{PROBLEMS[problem][0]}")
-    clock = time.perf_counter
-    if options.cpu_time:
-        clock = time.process_time
-    measures_memory = device.type == "cuda" or not options.quick
     for n in sizes:
         model, x = build(problem, n, device)
         skipped = find_unusable_routes(last, model, x, options)
         usable = [route for route in ROUTES if route not in skipped]
-        runs = {route: partial(ROUTES[route], model, x) for route in usable}
-        times = compare(runs, device, repeats=3, patience=options.patience, clock=clock)
-        peaks = dict.fromkeys(usable, 0)
-        if measures_memory:
-            peaks = {route: peak(problem, n, route, device) for route in usable}
+        times = time_routes(usable, model, x, options)
+        peaks = measure_peaks(usable, problem, n, options)
         for route in usable:
             last[route] = (n, times[route], peaks[route])
         result["sizes"][n] = report(n, times, peaks, errors, skipped)
     return result
+
+
+def time_routes(routes: list[str], model: nn.Module, x: Tensor, options: Any) -> dict[str, float]:
+    """Return the median seconds of three calls of every route, taken in turn."""
+    clock = time.perf_counter
+    if options.cpu_time:
+        clock = time.process_time
+    runs = {route: partial(ROUTES[route], model, x) for route in routes}
+    device = torch.device(options.device)
+    return compare(runs, device, repeats=3, patience=options.patience, clock=clock)
+
+
+def measure_peaks(routes: list[str], problem: str, n: int, options: Any) -> dict[str, int]:
+    """Return the peak memory of every route in bytes; 0 in a quick run on the CPU."""
+    device = torch.device(options.device)
+    if device.type != "cuda" and options.quick:
+        return dict.fromkeys(routes, 0)
+    return {route: peak(problem, n, route, device) for route in routes}
 
 
 def find_unusable_routes(

@@ -213,16 +213,12 @@ def run_job(job: Job) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     if job.earlier_row is not None:
         return _run_kfac_again(job, job.earlier_row)
+    grids = {"adam": ADAM_RATES, "muon": MUON_RATES, "kfac": MULTIPLES}
+    grids |= dict.fromkeys(_variants_of(job), VARIANT_MULTIPLES)
     outcomes: dict[str, Outcome] = {}
-    for rate in ADAM_RATES:
-        outcomes[f"adam {rate:g}"] = run(name, seed, "adam", rate)
-    for rate in MUON_RATES:
-        outcomes[f"muon {rate:g}"] = run(name, seed, "muon", rate)
-    for multiple in MULTIPLES:
-        outcomes[f"kfac {multiple:g}"] = run(name, seed, "kfac", multiple)
-    for variant in _variants_of(job):
-        for multiple in VARIANT_MULTIPLES:
-            outcomes[f"{variant} {multiple:g}"] = run(name, seed, variant, multiple)
+    for method, rates in grids.items():
+        for rate in rates:
+            outcomes[f"{method} {rate:g}"] = run(name, seed, method, rate)
     adam_seconds = statistics.median(outcomes[f"adam {r:g}"].step_seconds for r in ADAM_RATES)
     kfac_seconds = statistics.median(outcomes[f"kfac {m:g}"].step_seconds for m in MULTIPLES)
     ratio = kfac_seconds / adam_seconds

@@ -21,7 +21,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table, count_of
 from ..learning.natural import close_kfac
-from ..learning.training import fit, tensor_cores
+from ..learning.training import TrainingOptions, fit, tensor_cores
 from .methods import KRONECKER, METHODS, OF_THE_RUN, Settings, TunedMethod
 from .tasks import TrainingTask
 
@@ -142,7 +142,8 @@ class KFACTraining(Experiment):
         if self.task.half:
             precision = tensor_cores(context.device)
         with close_kfac(optimizer), precision:
-            return fit(model, optimizer, images, self.task.loss, context, graphed=graphed, **run)
+            options = TrainingOptions(graphed=graphed, **run)
+            return fit(model, optimizer, images, self.task.loss, context, options)
 
     def line(self, record: Record) -> str:
         if "score" in record:

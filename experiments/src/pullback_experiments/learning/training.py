@@ -1,6 +1,7 @@
 """The one training loop of the experiments with networks: epochs over tensors on the device.
 
-    record = fit(model, optimizer, data, F.cross_entropy, context, epochs=20, batch=128)
+    options = TrainingOptions(epochs=20, batch=128)
+    record = fit(model, optimizer, data, F.cross_entropy, context, options)
 
 Records loss and accuracy on both sets, and seconds of training alone, after every epoch; the
 order of batches depends on the context's seed; a checkpoint makes the run go on to the same bits.
@@ -30,6 +31,9 @@ from . import schedules
 from .cuda_graph import capture_step
 from .data import DataSet
 
+#: (outputs, targets) ↦ a mean over the samples
+Measure = Callable[[Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class CheckpointIntervals:
@@ -48,21 +52,47 @@ class CheckpointIntervals:
 INTERVALS = CheckpointIntervals()
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a network is trained, and what is recorded after every epoch.
+
+    Attributes:
+        epochs: of training.
+        batch: samples of a step; None is all samples. An incomplete last batch is left out.
+        schedule: factor on each group's rate, set before every step.
+        measures: what else to record, by name; accuracy where none is given and y has classes.
+        augment: (images, generator) ↦ images.
+        half: a dtype for autocast.
+        evaluated: at most so many training samples are measured on, and at a time.
+        graphed: on CUDA, capture gradients in a graph, and at constant rates the step with them:
+            for optimizers that neither take a closure nor, then, look at values from the host.
+    """
+
+    epochs: int
+    batch: int | None = None
+    schedule: schedules.Schedule = schedules.constant
+    measures: Mapping[str, Measure] | None = None
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    half: torch.dtype | None = None
+    evaluated: int = 10_000
+    graphed: bool = False
+
+    def choose_measures(self, loss: Measure, data: DataSet) -> dict[str, Measure]:
+        """Return the functions that are evaluated on both sets, by name; the loss is the first."""
+        if self.measures is not None:
+            return {"loss": loss, **self.measures}
+        if data.y.is_floating_point():
+            return {"loss": loss}
+        return {"loss": loss, "accuracy": accuracy}
+
+
 def fit(
     model: nn.Module,
     optimizer: Optimizer,
     data: DataSet,
     loss: Measure,
     context: Context,
-    *,
-    epochs: int,
-    batch: int | None = None,
-    schedule: schedules.Schedule = schedules.constant,
-    measures: Mapping[str, Measure] | None = None,
-    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
-    half: torch.dtype | None = None,
-    evaluated: int = 10_000,
-    graphed: bool = False,
+    options: TrainingOptions,
 ) -> Record:
     """Train; the record has one entry per epoch in every list, entry 0 before the first.
 
@@ -70,41 +100,36 @@ def fit(
         model, data: on the context's device.
         optimizer: any; it is given a closure, so those with line searches work too.
         loss: what is trained, a mean over the batch.
-        epochs, batch: batch None is all samples; an incomplete last batch is left out.
-        schedule: factor on each group's own rate, set before every step.
-        measures: what else to record, by name; accuracy where none is given and y has classes.
-        augment: (images, generator) ↦ images.
-        half: a dtype for autocast.
-        evaluated: at most so many training samples are measured on, and at a time.
-        graphed: on CUDA, capture gradients in a graph, and at constant rates the step with them:
-            for optimizers that neither take a closure nor, then, look at values from the host.
+        context: device, seed and folder of the run.
+        options: epochs, batches, rates and precision.
 
     Raises:
         Paused: the time is over; called again it goes on from the checkpoint.
     """
-    if epochs < 0 or (batch is not None and batch < 1) or not len(data.x):
-        why = f"got {epochs} epochs, batches of {batch}, {len(data.x)} samples"
-        raise PullbackError("There is nothing to train on", why, "Pass at least one of each")
-    if measures is None:
-        if data.y.is_floating_point():
-            measures = {}
-        else:
-            measures = {"accuracy": accuracy}
-    graphed = graphed and context.device.type == "cuda"
-    evaluation = Evaluation(model, data, {"loss": loss, **measures}, evaluated, half)
-    loop = _Loop(
-        model, optimizer, data, loss, context, batch, schedule, augment, half, epochs, graphed
-    )
+    _refuse_nothing_to_do(options, data)
+    measures = options.choose_measures(loss, data)
+    evaluation = Evaluation(model, data, measures, options.evaluated, options.half)
+    loop = _Loop(model, optimizer, data, loss, context, options)
     if not loop.restore():
         loop.note(evaluation, 0.0)
-    while loop.epoch < epochs and not loop.lost:
+    while loop.epoch < options.epochs and not loop.lost:
         start = time.monotonic()
         seconds = loop.advance()
         loop.note(evaluation, seconds)
         loop.save(time.monotonic() - start)
-        said = f"epoch {loop.epoch}, loss {loop.record['train loss'][-1]:.3g}"
-        context.watch(loop.epoch / epochs, said)
+        status = f"epoch {loop.epoch}, loss {loop.record['train loss'][-1]:.3g}"
+        context.watch(loop.epoch / options.epochs, status)
     return loop.record
+
+
+def _refuse_nothing_to_do(options: TrainingOptions, data: DataSet) -> None:
+    has_batches = options.batch is None or options.batch >= 1
+    if options.epochs < 0 or not has_batches or not len(data.x):
+        raise PullbackError(
+            "There is nothing to train on",
+            f"got {options.epochs} epochs, batches of {options.batch}, {len(data.x)} samples",
+            "Pass at least one of each",
+        )
 
 
 @dataclass
@@ -116,26 +141,22 @@ class _Loop:
     data: DataSet
     loss: Measure
     context: Context
-    batch: int | None
-    schedule: schedules.Schedule
-    augment: Callable[[Tensor, torch.Generator], Tensor] | None
-    half: torch.dtype | None
-    epochs: int
-    graphed: bool
+    options: TrainingOptions
     epoch: int = 0
     step: int = 0
     record: Record = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        size = min(self.batch or len(self.data.x), len(self.data.x))
-        self._size, self._count = size, len(self.data.x) // size
+        samples = len(self.data.x)
+        self._size = min(self.options.batch or samples, samples)
+        self._count = samples // self._size
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._saved = time.monotonic()
         self._wait = INTERVALS.least_seconds
         self._replayed = None
-        if self.graphed:
-            fixed = self.schedule is schedules.constant
+        if self.options.graphed and self.context.device.type == "cuda":
+            fixed = self.options.schedule is schedules.constant
             self._replayed = capture_step(self.optimizer, self._gradient, fixed=fixed)
 
     @property
@@ -153,18 +174,18 @@ class _Loop:
             chosen = order[: self._count * self._size].split(self._size)
         for index in chosen:
             images = x[index]
-            if self.augment is not None:
-                images = self.augment(images, self._draw)
+            if self.options.augment is not None:
+                images = self.options.augment(images, self._draw)
             yield images, y[index]
 
     def advance(self) -> float:
         """One epoch; its seconds."""
         self.model.train()
-        total = self.epochs * self._count
+        total = self.options.epochs * self._count
         synchronize(self.context.device)
         start = time.perf_counter()
         for x, y in self._batches():
-            factor = self.schedule(self.step / total)
+            factor = self.options.schedule(self.step / total)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
             if self._replayed is None:
@@ -178,7 +199,7 @@ class _Loop:
 
     def _gradient(self, x: Tensor, y: Tensor) -> Any:  # torch's closures return a float
         self.optimizer.zero_grad()
-        with autocast(x, self.half):
+        with autocast(x, self.options.half):
             value = self.loss(self.model(x), y)
         value.backward()
         return value
@@ -195,7 +216,7 @@ class _Loop:
 
     def save(self, last: float) -> None:
         """A checkpoint now and then, and where the next epoch would not fit: then pause."""
-        over = self.epoch < self.epochs and self.context.left < last
+        over = self.epoch < self.options.epochs and self.context.left < last
         if not over and time.monotonic() - self._saved < self._wait:
             return
         start = time.monotonic()
@@ -238,10 +259,6 @@ class _Loop:
                 f"The checkpoint {path} cannot be used", str(error), "Delete it to start over"
             ) from error
         return True
-
-
-#: (outputs, targets) ↦ a mean over the samples
-Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def accuracy(z: Tensor, y: Tensor) -> Tensor:
