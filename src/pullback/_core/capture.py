@@ -350,13 +350,13 @@ class Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Forget a call that never came back."""
+        """Forget a call that raised and did not return."""
         self._depth = 0
         self._leave()
 
     @contextlib.contextmanager
     def pause_all(self) -> Iterator[None]:
-        """Pass over the model's calls inside, whoever watches it."""
+        """Context in which no capture records the model's calls."""
         watches = list(self._watches_of_model)
         for watch in watches:
             watch._depth += 1
@@ -386,7 +386,7 @@ class Watch:
             self._context = context
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook after a forward pass; `output` is None where it raised."""
+        """Hook after a forward pass; `output` is None if the pass raised."""
         self._depth = max(0, self._depth - 1)
         owner = self._owner()
         if self._depth or self._context is None or owner is None:

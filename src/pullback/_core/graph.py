@@ -166,7 +166,7 @@ def pull_back(
 
 @contextlib.contextmanager
 def _mark_own_pass(root: Root) -> Iterator[None]:
-    """Let `is_own_pass` be True in the hooks that run inside."""
+    """Context in whose hooks `is_own_pass` is True."""
     start = get_start_node(root)
     _OWN_PASSES.depth += 1
     _OWN_STARTS.append(start)

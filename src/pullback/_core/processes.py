@@ -177,11 +177,11 @@ class Processes:
 
     @property
     def is_freed_alone(self) -> bool:
-        """Whether one process may give up the group without the others: gloo waits for none."""
+        """Return True if one process may leave the group without the others; gloo does not wait."""
         return self.group is not None and dist.get_backend(self.group) == "gloo"
 
     def destroy(self) -> None:
-        """Give up a group that `duplicate` has made; all processes call it, and none goes on."""
+        """Destroy a group that `duplicate` has made; all processes call this."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None

@@ -88,7 +88,7 @@ class PositionFactors:
 
     @property
     def positions(self) -> int:
-        """T."""
+        """T, the number of positions."""
         return self.inputs.shape[2]
 
 
@@ -102,7 +102,7 @@ class GradientBlock:
 
     @property
     def samples(self) -> int:
-        """N."""
+        """N, the number of samples."""
         return self.shape.samples
 
     def matrices(self, panel: slice) -> Tensor:

@@ -27,13 +27,13 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """How many samples the targets say there are."""
+        """Return the number of samples by the targets."""
         return len(pytree.tree_leaves(self.targets)[0])
 
 
 @contextmanager
 def explain_memory(batch: Batch) -> Iterator[None]:
-    """Name the batch, and smaller ones as the remedy, where the device runs out of memory."""
+    """Context that names the batch, and smaller ones as the remedy, if memory runs out."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -281,13 +281,13 @@ def _read_file(path: str | Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except (UnpicklingError, EOFError, KeyError, RuntimeError) as error:
-        raise _foreign_file(path) from error
+        raise _make_foreign_file_error(path) from error
     if not isinstance(state, dict) or "fingerprint" not in state:
-        raise _foreign_file(path)
+        raise _make_foreign_file_error(path)
     return state
 
 
-def _foreign_file(path: str | Path) -> PullbackError:
+def _make_foreign_file_error(path: str | Path) -> PullbackError:
     return PullbackError(
         "The file is not a curvature",
         f"{path} was not written by Curvature.save, or not to its end",

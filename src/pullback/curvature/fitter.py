@@ -184,7 +184,7 @@ class Checkpoint:
         self._files: list[Path] = []
 
     def restore(self, data_pass: DataPass) -> PassState:
-        """Put a pass back to where its file says, and return how far that is."""
+        """Load a pass from its file, and return how many batches it contains."""
         path = self._register_file(data_pass)
         if path is None or not path.exists():
             return PassState()

@@ -38,7 +38,7 @@ class DataPass(ABC):
 
     @abstractmethod
     def restore(self, state: Mapping[str, object]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
 
 
 class FactorPass(DataPass):

@@ -25,12 +25,12 @@ class HeldQueries(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many queries."""
+        """Return the number of queries."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Memory that they take."""
+        """Return the memory that they take."""
 
     @abstractmethod
     def score(self, gradient: GradientBlock, panel: slice) -> Tensor:
@@ -78,7 +78,7 @@ class LowRankQueries(HeldQueries):
 
     @property
     def rank(self) -> int:
-        """Terms per query."""
+        """Return the number of rank-one terms of each query."""
         return self.left.shape[1]
 
     def score(self, gradient: GradientBlock, panel: slice) -> Tensor:
@@ -177,12 +177,12 @@ class QueryBlock:
 
     @property
     def count(self) -> int:
-        """How many queries."""
+        """Return the number of queries."""
         return self.by_block[0].count
 
     @property
     def bytes(self) -> int:
-        """Memory that they take."""
+        """Return the memory that they take."""
         return sum(queries.bytes for queries in self.by_block)
 
 

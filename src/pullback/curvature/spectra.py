@@ -42,11 +42,11 @@ class SpectralBlock(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """In what form G is held."""
+        """Return in words in what form G is stored."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What is written to a file, by name."""
+        """Return the tensors that are written to a file, by name."""
 
     def mean_eigenvalue(self) -> float:
         """tr(G)/size."""

@@ -215,7 +215,7 @@ class VectorField:
         return loss
 
     def _keep_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Keep the outputs of this pass, and count where their gradients lose their digits."""
+        """Record the outputs of this pass, and count where their gradients lose their digits."""
         if not isinstance(output, Tensor):
             return
         z = output.detach()

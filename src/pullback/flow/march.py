@@ -89,7 +89,7 @@ class March:
         self._margins: list[float] = []
 
     def run(self, scheme: Any, first: float, last: float, **settings: Any) -> Trajectory:
-        """March from first to last."""
+        """Integrate from first to last."""
         y = self._field.start.cpu().numpy().astype(np.float64)
         start = self._field.local(self._field.start)  # what the user got wrong is raised here
         self._evaluations += 1
@@ -184,7 +184,7 @@ class March:
         return local
 
     def _find_stop(self, piece: Any, before: float, end: _Point) -> _Stop | None:
-        """Note the events within a step, in the order of time; return the one that ends the flow.
+        """Record the events within a step, in the order of time; return the one that ends the flow.
 
         Args:
             piece: the interpolant of the step.
@@ -231,7 +231,7 @@ class March:
         return _Point(time, np.array(piece(time)))
 
     def _keep(self, piece: Any, end: _Point) -> None:
-        """Keep the end of a step with its interpolant, or the times that were asked for."""
+        """Store the end of a step with its interpolant, or the times that were asked for."""
         if self._at is None:
             self._points.append(_Point(end.t, end.y.copy()))
             if piece is not None:

@@ -59,7 +59,7 @@ class Event:
         self.stop = stop
 
     def __call__(self, state: State) -> float:
-        """Negative before, zero or more after."""
+        """Return a number that is negative before the event, and zero or more after it."""
         value = self.function(state)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise PullbackError(
@@ -76,7 +76,7 @@ class Event:
 
 
 def blow_up(limit: float = 1e12) -> Event:
-    """max|θ| grows to a limit: the flow leaves in finite time, or will not return."""
+    """Return the event that ends a flow whose max|θ| grows to a limit."""
 
     def margin(state: State) -> float:
         return log(max(float(state.flat.abs().max()), float_info.min)) - log(limit)
@@ -120,7 +120,7 @@ class Trajectory:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran to the end of its time, or to an event that was asked for."""
+        """Return True if the flow ran to the end of its time, or to an event that was asked for."""
         return self.status in (FlowStatus.FINISHED, FlowStatus.EVENT)
 
     @property

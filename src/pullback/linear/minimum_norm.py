@@ -165,7 +165,7 @@ def minimum_norm(
 
 
 def split_obstacle(factors: Sequence[Tensor]) -> str:
-    """Why the split does not solve J x = ∇ for every ∇; empty where it does.
+    """Return why the split does not solve J x = ∇ for every ∇, or "".
 
     It does where every A_i = W₁⋯W_{i−1} has full row rank and every B_i = W_{i+1}⋯W_L full column
     rank. That J has full row rank is not enough.

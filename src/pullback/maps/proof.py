@@ -171,7 +171,7 @@ def arrange_use(entry: Entry, delta: Tensor, sharing: Sharing) -> Use:
     x = entry.input
     if x.is_floating_point():
         x = x.to(dtype)
-    features = entry.layer.features(entry.module, delta.ndim)
+    features = entry.layer.count_feature_axes(entry.module, delta.ndim)
     leading_axes = delta.ndim - features
     if leading_axes == 0:
         x = x[None]

@@ -78,7 +78,7 @@ class Entry:
         self.module = self.site.module
         self.layer = self.site.layer
         self.names = self.site.names
-        self.features = self.layer.features(self.module, len(self.shape))
+        self.features = self.layer.count_feature_axes(self.module, len(self.shape))
 
     @property
     def key(self) -> tuple[Any, ...]:

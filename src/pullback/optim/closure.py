@@ -367,7 +367,7 @@ class ClosureProblem(StepProblem):
         if self._memory.is_repeatable:
             return
         with self._trials() as origin:
-            repeated = self._average([self._try(origin)])[0]
+            repeated = self._average([self._evaluate_trial(origin)])[0]
         tolerance = torch.finfo(self.space.dtype).eps ** 0.5
         if abs(repeated - self.loss) > tolerance * max(abs(self.loss), tolerance):
             raise PullbackError(
@@ -381,7 +381,7 @@ class ClosureProblem(StepProblem):
     def losses(self, moves: Tensor, displace: Displace) -> Tensor:
         self.refuse_stochastic()
         with self._trials() as origin:
-            values = self._average([self._try(displace(origin, move)) for move in moves])
+            values = self._average([self._evaluate_trial(displace(origin, move)) for move in moves])
         # as the closure gave them: a loss in double precision may come from a model in single
         return torch.tensor(values, dtype=torch.float64, device=moves.device)
 
@@ -400,7 +400,7 @@ class ClosureProblem(StepProblem):
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _try(self, point: Mapping[str, Tensor]) -> float:
+    def _evaluate_trial(self, point: Mapping[str, Tensor]) -> float:
         """The closure's loss at other parameters."""
         self._write(point)
         self._before.restore()

@@ -307,7 +307,7 @@ class NaturalGradient(Optimizer):
             What was done; a rejected step has changed nothing.
         """
         batch = self.outputs.metric_batch if metric_batch is None else metric_batch
-        problem = self._pose(closure, objective, batch)
+        problem = self._make_problem(closure, objective, batch)
         try:
             info = self._take(problem, batch)
         except Exception:
@@ -329,7 +329,7 @@ class NaturalGradient(Optimizer):
         The arguments are those of `step`; `x` of the answer is flat, in the order of the groups.
         """
         batch = self.outputs.metric_batch if metric_batch is None else metric_batch
-        problem = self._pose(closure, objective, batch)
+        problem = self._make_problem(closure, objective, batch)
         try:
             fault = problem.evaluate()
             if fault:
@@ -348,7 +348,7 @@ class NaturalGradient(Optimizer):
         stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"
         return f"{super().__repr__()[:-1]}    {stages}\n)"
 
-    def _pose(self, closure: Any, objective: Any, batch: Any) -> StepProblem:
+    def _make_problem(self, closure: Any, objective: Any, batch: Any) -> StepProblem:
         """The problem of this step, from a closure or an objective."""
         refuse_context(closure, objective)
         if self._processes.group is None:
@@ -379,7 +379,7 @@ class NaturalGradient(Optimizer):
             local = self._local(problem, pulled.system)
             move = self.rule.take(local)
             if self._processes.size > 1:
-                move = self._agree(move, local.state)
+                move = self._share_move(move, local.state)
             if move.accepted:
                 self._apply(problem, move)
             else:
@@ -443,7 +443,7 @@ class NaturalGradient(Optimizer):
         flat = problem.space.flatten({name: filled[name] for name in problem.params})
         return Displacement(problem.space, flat, None, self._retraction)
 
-    def _agree(self, move: Move, state: dict[str, Any]) -> Move:
+    def _share_move(self, move: Move, state: dict[str, Any]) -> Move:
         """The first process's move, to the bit; all have computed the same one to round-off."""
         numbers = {name: v for name, v in state.items() if isinstance(v, (int, float))}
         rates = self._rates()

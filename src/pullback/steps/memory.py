@@ -71,7 +71,7 @@ def recall(
     vectors: Sequence[Mapping[str, Any]],
     flatten: Callable[[list[Tensor | None]], Tensor],
 ) -> Tree:
-    """What the step finds in `Local.state`: numbers, flat vectors, and the same under "inner".
+    """Return what the step finds in `Local.state`: numbers, vectors, and the same under "inner".
 
     Args:
         step: whose memory it is.

@@ -88,7 +88,7 @@ class Symmetry:
 
     @property
     def dimension(self) -> int:
-        """How many generators there are."""
+        """Return the number of generators."""
         return sum(a.dimension for a in self.actions)
 
     def generators(self) -> Tensor:
@@ -157,7 +157,7 @@ class Symmetry:
         return compare_ranks(self.actions, self.example, self.params)
 
     def report(self) -> str:
-        """A table: action, dimension, residual, parameters; then what was refused, by reason."""
+        """Return a table: action, dimension, residual, parameters; then refusals by reason."""
         lines = self._format_verified_actions()
         lines += [f"rejected  {line}" for line in summarize_rejections(self.rejected)]
         lines += [f"note  {note}" for note in self.notes]
@@ -256,7 +256,7 @@ def _read_candidates(run: Example) -> tuple[list[Action], list[str]]:
 
 
 def _verify(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
-    """Keep the actions that are symmetries; for "layer", with one factor per scaling."""
+    """Return the actions that are symmetries; for "layer", with one factor per scaling."""
     accepted, rejected = verify_actions(run, actions)
     if group == "layer":  # sums of verified generators
         accepted = [Verified(_merge_units(v.action), v.residual) for v in accepted]

@@ -33,7 +33,7 @@ class ScaledParameter:
 
     def log_factor(self, t: Tensor) -> Tensor:
         """Σ power·t_unit, (*batch, *shape)."""
-        return reduce(torch.add, [leg.rates(t) for leg in self.legs])
+        return reduce(torch.add, [leg.log_multipliers(t) for leg in self.legs])
 
 
 class ScalingUnits:

@@ -103,12 +103,12 @@ class SliceSGD(Optimizer):
 
     @property
     def slice(self) -> Slice | None:
-        """Where the parameters are; None where all scalings touch frozen parameters."""
+        """Return the slice; None if all scalings involve frozen parameters."""
         self._keeper.refresh()
         return self._keeper.slice
 
     def retract_(self) -> Retraction | None:
-        """Bring parameters and momentum to the slice to round-off, now."""
+        """Retract parameters and momentum to the slice, to round-off."""
         self._keeper.refresh()
         return self._keeper.retract_(self._list_followers())
 
@@ -184,7 +184,7 @@ class SliceSGD(Optimizer):
             self.state[p]["momentum_buffer"] = buffer
 
     def _find_directions(self) -> dict[str, Tensor] | None:
-        """X by name; None where it is the gradient itself."""
+        """Return the directions X by name; None if X is the gradient itself."""
         slice = self._keeper.slice
         if slice is None or self._has_tangent_gradient(slice):
             return None
@@ -223,7 +223,7 @@ class SliceSGD(Optimizer):
         return followers
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what can be made anew: a copy or a pickle brings its model along."""
+        """Return all but caches: a copy or a pickle contains its model."""
         attributes = {name: getattr(self, name) for name in _SAVED_ATTRIBUTES}
         return {**super().__getstate__(), **attributes}
 

@@ -111,12 +111,12 @@ class Sliced(Optimizer):
 
     @property
     def slice(self) -> Slice | None:
-        """Where the parameters are; None where all scalings touch frozen parameters."""
+        """Return the slice; None if all scalings involve frozen parameters."""
         self._keeper.refresh()
         return self._keeper.slice
 
     def retract_(self) -> Retraction | None:
-        """Bring parameters and state to the slice to round-off, now."""
+        """Retract parameters and state to the slice, to round-off."""
         self._keeper.refresh()
         retraction = self._keeper.retract_(self._list_followers())
         if retraction is not None:
@@ -124,7 +124,7 @@ class Sliced(Optimizer):
         return retraction
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The inner optimizer's step and the retraction; returns what the former returns.
+        """Take the inner optimizer's step and retract; return what the inner step returns.
 
         With all rates and gradients zero, nothing changes, once the inner optimizer has its state.
         """

@@ -134,7 +134,7 @@ class OrbitGram(Gram):
         return torch.where(self._dead, v, product)
 
     def dense(self) -> Tensor:
-        """The matrix."""
+        """Return K as a matrix."""
         side = self.size + 1  # the last row and column collect entries of no unit
         flat = self._diagonal.new_zeros(side * side)
         for parameter, energies in zip(self._units.parameters, self._energies, strict=True):

@@ -99,7 +99,7 @@ def _check_factor(gram: FactoredGram, v: Tensor, c: Tensor, tol: float) -> None:
 def check_metric(
     metric: Metric, z: Tensor, inputs: Tensor | None = None, *, tol: float | None = None
 ) -> None:
-    """Every law of a metric at function values z, (N, *event).
+    """Check every law of a metric at function values z, (N, *event).
 
     Args:
         metric: what to check.

@@ -44,7 +44,7 @@ class History:
         return self.seconds[-1] if self.seconds else 0.0
 
     def append(self, **numbers: float) -> None:
-        """One more step; every attribute has a number."""
+        """Add one step; every attribute gets a number."""
         for name in (f.name for f in fields(self)):
             getattr(self, name).append(numbers[name])
 

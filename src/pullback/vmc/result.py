@@ -55,7 +55,7 @@ class Result:
 
     @property
     def stopped(self) -> str:
-        """How it ended, why, and what to try where that is not good enough."""
+        """Return why the run ended, and a remedy where the result is not good enough."""
         return self.verdict.text
 
     def save(self, path: str | Path) -> None:

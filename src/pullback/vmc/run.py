@@ -254,7 +254,7 @@ class Minimization:
         self._record(batch.statistics, info, rate, self._read_clock() - start)
 
     def _read_clock(self) -> float:
-        """Seconds, after everything that was launched on the device is done."""
+        """Return seconds, after all work that was launched on the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -115,7 +115,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The verdict in a sentence or two, with a remedy."""
+        """Return the verdict in a sentence or two, with a remedy."""
         sentence = f"{self.name}: {self.stop_reason.value}"
         if self.sector is not None:
             sentence += f", in the sector Σ s = {self.sector}"

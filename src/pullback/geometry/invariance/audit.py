@@ -140,7 +140,7 @@ def audit(
     probes: Tensor | None = None,
     seed: int = 0,
 ) -> Audit:
-    r"""Which transformations of a model leave an optimizer's update unchanged.
+    r"""Return a table of which transformations of a model leave an optimizer's update unchanged.
 
     For each transformation the optimizer takes one step from the start at each size, and `steps`
     steps at its own lr. Every run has a fresh optimizer on a copy, under the same seed.

@@ -46,7 +46,7 @@ class AuditData:
 
     @property
     def points(self) -> dict[str, Tensor]:
-        """The inputs at which functions are compared, by place: the "batch", and "probes"."""
+        """Return the inputs at which functions are compared: the "batch", and "probes"."""
         if self.probes is None:
             return {"batch": self.x}
         return {"batch": self.x, "probes": self.probes}
@@ -191,7 +191,7 @@ def _make_nan_state(template: RunState) -> RunState:
 
 @contextlib.contextmanager
 def _name_in_errors(caller: str) -> Iterator[None]:
-    """Name the optimizer in errors that are not ours."""
+    """Context that raises errors of other libraries again, with the optimizer's name."""
     try:
         yield
     except PullbackError:

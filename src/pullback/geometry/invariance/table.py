@@ -92,7 +92,7 @@ class Measure:
 
     @property
     def verdict(self) -> Verdict:
-        """Exact, first order, not invariant; undecided where round-off hides it."""
+        """Return how invariant the update is; `Verdict.UNDECIDED` where round-off hides it."""
         if not self.direction.is_roundoff:
             return Verdict.NOT
         if not self.direction.is_resolved:
@@ -134,7 +134,7 @@ class AuditRow:
 
     @property
     def verdict(self) -> Verdict:
-        """On the model: what the update does to the function at the batch."""
+        """Return the verdict on the function values at the batch."""
         return self.places["batch"].verdict
 
 

@@ -234,7 +234,7 @@ class OptimizerTrial:
 
     @property
     def _resolution(self) -> float:
-        """The round-off that makes the optimizer's own resolution count as no mismatch."""
+        """Return the round-off at which the optimizer's own resolution is no mismatch."""
         return self.contender.resolution / THRESHOLDS.slack
 
 

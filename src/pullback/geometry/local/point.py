@@ -179,7 +179,7 @@ class Point:
 
     @cached_property
     def _moore_penrose(self) -> Any:
-        """What `PseudoInverse` prepared for G."""
+        """Return the factorization of G by `PseudoInverse`."""
         return PseudoInverse(self.rcond).init(self.operator)
 
     def gradient(self, loss: Loss | Vector) -> Tensor | dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Properness:
 
     @property
     def singular(self) -> bool:
-        """Whether the tangent spaces of several parameters show that the model is no manifold."""
+        """Return True if tangent spaces of several parameters differ: the model is no manifold."""
         return self.span > self.dimension
 
     def __bool__(self) -> bool:
@@ -66,7 +66,7 @@ def properness(
     seed: int = 0,
     rcond: float | None = None,
 ) -> Properness:
-    r"""Whether the image of dφ_ξ is the tangent space of the model at φ(ξ), and the evidence.
+    r"""Return whether the image of dφ_ξ is the model's tangent space at φ(ξ), with evidence.
 
     Decided: ξ is proper if the rank of A = SᵀJ at ξ is the largest rank found at `tries` random
     parameters at the distance radius·max(1, ‖ξ‖) from ξ and from each of `others`, and if the

@@ -49,7 +49,7 @@ class Conv(Layer):
     use = "convolution"
     curvature = "kronecker"
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:

@@ -114,7 +114,7 @@ class Matrices(Layer):
     use = "product"
     curvature = "kronecker"
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return len(module.product.output_order)
 
     def form(self, module: Any) -> tuple[int, int, int]:

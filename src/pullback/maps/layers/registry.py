@@ -217,7 +217,7 @@ class Layer(ABC):
         parameters = module._parameters
         return {"weight": parameters.get("weight"), "bias": parameters.get("bias")}
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         """Return how many trailing axes of an output (`ndim` axes) are features of a position."""
         return 1
 

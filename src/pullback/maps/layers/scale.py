@@ -122,7 +122,7 @@ class Scale(Layer):
 
         A batch norm reuses the `normalization` of the forward pass where it is known.
         """
-        features = self.features(module, x.ndim)
+        features = self.count_feature_axes(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
         by_role = {}
         for role in roles:
@@ -142,7 +142,7 @@ class Scale(Layer):
 class TrailingNorm(Scale):
     """The gain has the shape of the trailing, normalized axes."""
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return len(module.normalized_shape)
 
     def normalize(self, module: Any, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class TrailingNorm(Scale):
 class ChannelScale(Scale):
     """The gain has one entry per channel, axis 1 of the layer's own input."""
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return ndim - 1
 
     def shared_axes(self, module: Any, ndim: int) -> list[int]:
@@ -242,7 +242,7 @@ def _identity_normalization(
 class InstanceNorm(ChannelScale):
     """Normalized within one channel of one sample, which may come without an axis of samples."""
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return module._get_no_batch_dim()
 
     def normalize(self, module: Any, x: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class InstanceNorm(ChannelScale):
 class PReLU(ChannelScale):
     """The slope multiplies min(x, 0); a single one does so anywhere, wherever the samples stand."""
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         if module.num_parameters == 1:
             return 0
         return ndim - 1
@@ -292,7 +292,7 @@ class Gain(nn.Module):
 class ElementwiseGain(Scale):
     """x̂ is x; axes on which the gain has one entry share it."""
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return len(module.shape)
 
     def shared_axes(self, module: Any, ndim: int) -> list[int]:

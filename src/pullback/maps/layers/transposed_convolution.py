@@ -69,7 +69,7 @@ class ConvTranspose(Layer):
     input_first = True
     joint = False
 
-    def features(self, module: Any, ndim: int) -> int:
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:

@@ -78,8 +78,8 @@ class WeightNormLayer(Layer):
     curvature = "kronecker"
     joint = False
 
-    def features(self, module: Any, ndim: int) -> int:
-        return find_layer(module.inner).features(module.inner, ndim)
+    def count_feature_axes(self, module: Any, ndim: int) -> int:
+        return find_layer(module.inner).count_feature_axes(module.inner, ndim)
 
     def form(self, module: Any) -> tuple[int, int, int]:
         return find_layer(module.inner).form(module.inner)

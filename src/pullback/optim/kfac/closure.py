@@ -45,9 +45,9 @@ class ControlledClosure(DistributedClosureProblem):
         self.returned = self._closure()
         return loss_of(self.returned)
 
-    def _try(self, point: Tensors) -> float:
+    def _evaluate_trial(self, point: Tensors) -> float:
         with self.unwatched():
-            return super()._try(point)
+            return super()._evaluate_trial(point)
 
     def _flatten_gradients(self) -> Tensor:
         return self.space.flatten({name: p.grad for name, p in self.params.items()})

@@ -125,7 +125,7 @@ class Collocation:
         if has_moved or self.objective is None or dtype != self._objective_dtype:
             self._build_objective(dtype)
         if self._causal is not None and self._causal.is_due(step):
-            self._weigh_times(self._causal, step)
+            self._update_time_weights(self._causal, step)
         assert self.objective is not None
         return self.objective
 
@@ -160,8 +160,8 @@ class Collocation:
         self.sites = self._processes.broadcast_object(sites)
         self._refined_step = step
 
-    def _weigh_times(self, causal: Causal, step: int) -> None:
-        """Let times count by what is left before them."""
+    def _update_time_weights(self, causal: Causal, step: int) -> None:
+        """Set the weights of times from the loss that is left before them."""
         params = self._detached_parameters()
         losses = torch.zeros_like(causal.weights, device=self._device)
         with torch.no_grad():
@@ -187,7 +187,7 @@ class Collocation:
         return maps
 
     def reweigh(self, step: int) -> bool:
-        """Let equations count after the data, then weigh priors; return True if weights changed."""
+        """Reweight equations against data, then priors; return True if weights changed."""
         if not self._chosen_priors:
             return False
         before = dict(self.weights)
@@ -216,7 +216,7 @@ class Collocation:
 
     @property
     def _chosen_priors(self) -> list[Condition]:
-        """Priors whose weights the data choose."""
+        """Return the priors whose weights the data determine."""
         conditions = self._problem.conditions
         if not any(condition.is_measured for condition in conditions):
             return []
@@ -247,7 +247,7 @@ class Collocation:
         return not any(condition.is_energy for condition in self._problem.conditions)
 
     def restore_precision(self) -> None:
-        """Go back to the precision of the trial from the float64 of short steps."""
+        """Set the trial back to its precision, after float64 in short steps."""
         self._trial.to(self._dtype)
         if self.objective is not None and self._objective_dtype != self._dtype:
             self._build_objective(self._dtype)

@@ -147,7 +147,7 @@ class Composite(Domain):
 
     @property
     def _step(self) -> float:
-        """How far beside a boundary point a shape is asked for."""
+        """Return the distance beside a boundary point at which a shape is evaluated."""
         extents = [(d.high - d.low).min() for d in (self.a, self.b)]
         return _PROBE_SHARE * float(torch.stack(extents).min())
 

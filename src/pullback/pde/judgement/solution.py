@@ -101,7 +101,7 @@ class PDESolution:
 
     @property
     def stopped(self) -> str:
-        """How it ended, why, and what to try where that is not good enough."""
+        """Return why the run ended, and a remedy where the result is not good enough."""
         return self.verdict.text
 
     @torch.no_grad()
@@ -325,7 +325,7 @@ class PDESolution:
         return cls(problem, network, history, verdict=verdict, **attributes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All, but of a problem with functions that cannot be pickled only what it is called."""
+        """Return all attributes; a problem that cannot be pickled is replaced by its name."""
         try:
             pickle.dumps(self.problem)
         except (pickle.PicklingError, AttributeError, TypeError):

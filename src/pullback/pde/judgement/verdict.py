@@ -180,7 +180,7 @@ class PDEVerdict:
 
     @property
     def _attempts(self) -> str:
-        """What was tried, or nothing."""
+        """Return the other networks that were tried, or ""."""
         if not self.tried:
             return ""
         best, *others = self.tried
@@ -216,7 +216,7 @@ class PDEVerdict:
 
     @property
     def _accuracy(self) -> str:
-        """What is known of the error of a run that converged."""
+        """Return what is known of the error of a run that converged."""
         if self._is_below_noise:
             return f", well below the misfit of the data, {self.noise:.1g}"
         if self.estimated is None:
@@ -225,7 +225,7 @@ class PDEVerdict:
 
     @property
     def _losses(self) -> str:
-        """What is not known beside the whole: small fields and late times."""
+        """Return which small fields and late times the error leaves open, or ""."""
         losses = ""
         if self.lost_fields:
             names = " and ".join(self.lost_fields)
@@ -236,21 +236,21 @@ class PDEVerdict:
 
     @property
     def _states(self) -> str:
-        """What else solves an eigenvalue problem, or nothing."""
+        """Return which other states solve an eigenvalue problem, or ""."""
         if not self.has_many_states:
             return ""
         return "; an eigenvalue problem has other states too, and this may be any of them"
 
     @property
     def _open_quantities(self) -> str:
-        """Names of what can take other values at the same residuals, or nothing."""
+        """Return the names of quantities that the conditions do not determine, or ""."""
         if self.estimated == inf:
             return "the solution"
         return " and ".join(self.loose)
 
     @property
     def _remedy(self) -> str:
-        """What to try next, or nothing."""
+        """Return what to try next, or ""."""
         if self.jump:
             return f". {_JUMP_REMEDY}"
         if self.name is Outcome.DOUBTFUL and self._open_quantities:
@@ -269,7 +269,7 @@ class PDEVerdict:
 
     @property
     def _improvement(self) -> str:
-        """What would lower the residuals of a run that converged, if anything does."""
+        """Return what would lower the residuals of a run that converged, or ""."""
         if self._is_below_noise:
             return ""
         change = "More steps= or budget=, or a wider"

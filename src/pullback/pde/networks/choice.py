@@ -196,14 +196,14 @@ def _network_of_layers(
 
 @torch.no_grad()
 def _begin_with_one_sign(network: nn.Module, value: float) -> None:
-    """Let a network begin near a constant: from there eigenvalue problems find the ground state."""
+    """Initialize a network near a constant: eigenvalue problems then find the ground state."""
     output = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
     output.weight.mul_(THRESHOLDS.varying_share * value)
     output.bias.fill_(value)
 
 
 def _begin_with_waves(network: nn.Sequential, half_waves: Tensor, seed: int) -> None:
-    """Give the first layer weights of up to so many half waves across [−1, 1]^d."""
+    """Set weights of the first layer to up to so many half waves across [−1, 1]^d."""
     first = network[0]
     assert isinstance(first, nn.Linear)
     generator = torch.Generator().manual_seed(check_seed(seed))

@@ -92,7 +92,7 @@ class RunContext:
 
     @property
     def steps_left(self) -> float:
-        """Steps that are left; a budget that another call goes on from does not count."""
+        """Return the steps that are left, whatever the budget."""
         limits = self.settings.limits
         seconds = self.history.seconds
         steps = limits.steps - len(self.history)

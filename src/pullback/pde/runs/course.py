@@ -40,7 +40,7 @@ class Course:
     Args:
         context: what the phases share.
         descent: takes the steps.
-        take_state: returns all that the next step depends on.
+        collect_state: returns all that the next step depends on.
 
     Attributes:
         settling: the phase of short steps.
@@ -49,11 +49,11 @@ class Course:
     """
 
     def __init__(
-        self, context: RunContext, descent: Descent, take_state: Callable[[], dict[str, Any]]
+        self, context: RunContext, descent: Descent, collect_state: Callable[[], dict[str, Any]]
     ) -> None:
         self._context = context
         self._descent = descent
-        self._take_state = take_state
+        self._collect_state = collect_state
         self.settling = Settling(context)
         self.restarts = Restarts(context)
         self.state_before_settling: dict[str, Any] | None = None
@@ -106,13 +106,13 @@ class Course:
         if not self.settling.can_begin():
             return False
         if self._context.is_resumable and self.settling.is_at_end:
-            self.state_before_settling = self._take_state()
+            self.state_before_settling = self._collect_state()
         self.settling.begin()
         self._descent.renew_optimizer()
         return True
 
     def _leave_plateau(self) -> bool:
-        """Go on with other points or parameters if that may help; return True if it may.
+        """Move the points or kick the parameters if that may help; return True if one was done.
 
         Points move if they are overfitted. Otherwise the parameters are kicked out of a narrow
         valley, as long as that lowers the loss at fresh points. A run that is far from a solution

@@ -72,7 +72,7 @@ def _is_trained(module: nn.Module) -> bool:
 def _replace_idle_neurons(
     network: nn.Module, layer: HiddenLayer, x: Tensor, generator: torch.Generator
 ) -> bool:
-    """Give idle neurons of a hidden layer the work of live ones; return True if there were any.
+    """Replace idle neurons of a hidden layer by copies of active ones; return True if any.
 
     The activity of neuron i is std(hᵢ)‖wᵢ‖, where h are the outputs of the layer at the points and
     wᵢ its weights in the next layer. An idle neuron becomes a copy of a live one, and they share

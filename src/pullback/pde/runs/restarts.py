@@ -113,7 +113,7 @@ class Restarts:
         return True
 
     def return_to_best(self) -> bool:
-        """Go back to the best of several tries; return True if that was not the last one."""
+        """Restore the best of several tries; return True if that was not the last one."""
         context = self._context
         if self.best is None:
             return False

@@ -102,7 +102,7 @@ class Run:
         self._collocation = self._context.collocation
         self._processes = self._context.processes
         self._descent = Descent(self._context)
-        self._course = Course(self._context, self._descent, self._take_state)
+        self._course = Course(self._context, self._descent, self._collect_state)
         self._stop_rules = StopRules(self._context)
         self._yardstick = Yardstick(problem, parameter) if problem.known else None
         self._is_stuck = False
@@ -256,7 +256,7 @@ class Run:
             if is_orderly:
                 self._record_error()
             if len(self.history):
-                self._file.save(self._take_whole_state, collectively=is_orderly)
+                self._file.save(self._collect_checkpoint_state, collectively=is_orderly)
         return stop, interruption
 
     def _step_until_stop(
@@ -280,7 +280,7 @@ class Run:
             if stop is not None:
                 return stop
             if self._file.is_due(history.spent):
-                self._file.save(self._take_whole_state)
+                self._file.save(self._collect_checkpoint_state)
                 self._file.start_clock(history.spent)
 
     def _find_stop(self) -> Stop | None:
@@ -318,14 +318,14 @@ class Run:
         return info
 
     def _say_cost(self, line: ProgressLine) -> None:
-        """Say what a step will take, if there are many parameters."""
+        """Print what a step will take, if there are many parameters."""
         residual_count = self._collocation.residual_count
         cost = describe_cost(self._context.trial, self._settings.method, residual_count)
         if cost:
             line.say(cost)
 
     def _announce(self, info: StepInfo, line: ProgressLine) -> None:
-        """Say what the run will take, what its memory does not allow, and what makes it slow."""
+        """Print what the run will take, and what makes it slow or too large for memory."""
         limits = self._settings.limits
         seconds = self.seconds_spent
         seconds_left = math.inf
@@ -419,16 +419,16 @@ class Run:
                 error = self._yardstick.error(lambda x: self.network(x.to(dtype)))
         self.history.measure(self._processes.broadcast_object(error))
 
-    def _take_whole_state(self) -> dict[str, Any]:
-        """Return all that a run which goes on from the file needs."""
+    def _collect_checkpoint_state(self) -> dict[str, Any]:
+        """Return everything that a run needs to continue from the file."""
         return {
             "early_residual": self.early_residual,
             "initial": self._course.restarts.initial,
             "before_settling": self._course.state_before_settling,
-            **self._take_state(),
+            **self._collect_state(),
         }
 
-    def _take_state(self) -> dict[str, Any]:
+    def _collect_state(self) -> dict[str, Any]:
         """Return copies of all that the next step depends on."""
         best = self._course.restarts.best
         trial = self._context.trial.state_dict()
@@ -442,7 +442,7 @@ class Run:
         }
 
     def _resume(self) -> None:
-        """Go on from the file, if there is one."""
+        """Continue from the file, if there is one."""
         state = self._file.load()
         if state is None:
             return
@@ -463,7 +463,7 @@ class Run:
         return self._settings.limits.steps > end
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Go back to a state that `_take_state` returned."""
+        """Set the run to a state that `_collect_state` returned."""
         assert self._file.path is not None
         context = self._context
         context.trial.to(next(iter(state["trial"].values())).dtype)

@@ -30,7 +30,7 @@ class RunFile:
         self._next_saving = 0.0
 
     def start_clock(self, seconds_spent: float) -> None:
-        """Wait a minute from these seconds on before the next saving."""
+        """Let the minute until the next saving begin at these seconds."""
         self._next_saving = seconds_spent + self.seconds_between
 
     def is_due(self, seconds_spent: float) -> bool:

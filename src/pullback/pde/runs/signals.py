@@ -15,20 +15,20 @@ class Interruption:
     number: int = 0
 
     def end(self) -> NoReturn:
-        """End this process as the signal would have; it may have come to another process."""
+        """End this process as the signal would have; another process may have received it."""
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.number)
 
     def repeat(self) -> None:
-        """Let a signal act that came too late to be shared."""
+        """Send a signal again that came too late to be shared with the other processes."""
         if self.number:
             signal.raise_signal(self.number)
 
 
 @contextmanager
 def interruptible(*, is_single: bool, is_saved: bool) -> Iterator[Interruption]:
-    """Let a run end in order at a signal.
+    """Context in which a signal ends a run in order.
 
     A single process that saves its run ends at SIGTERM as at an exception, unless somebody else
     handles it. Several processes note Ctrl-C and SIGTERM, and stop after a step that all take part

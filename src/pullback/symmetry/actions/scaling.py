@@ -26,7 +26,7 @@ class Leg:
     unit: Tensor
     power: int
 
-    def rates(self, log_scales: Tensor) -> Tensor:
+    def log_multipliers(self, log_scales: Tensor) -> Tensor:
         """power·t_unit for log-scales t (*batch, units): (*batch, *unit.shape)."""
         # Index −1 reads the appended zero: such entries are not moved.
         zero = log_scales.new_zeros(*log_scales.shape[:-1], 1)
@@ -88,7 +88,7 @@ class Scaling(Action):
     def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
         rates: dict[str, Tensor] = {}
         for leg in self.legs:
-            rate = leg.rates(element.to(params[leg.name]))
+            rate = leg.log_multipliers(element.to(params[leg.name]))
             if leg.name in rates:
                 rate = rates[leg.name] + rate
             rates[leg.name] = rate
@@ -98,7 +98,7 @@ class Scaling(Action):
         scaled: dict[str, Tensor] = {}
         for leg in self.legs:
             w = scaled.get(leg.name, params[leg.name])
-            scaled[leg.name] = w * leg.rates(element.to(w)).exp()
+            scaled[leg.name] = w * leg.log_multipliers(element.to(w)).exp()
         return scaled
 
     @property

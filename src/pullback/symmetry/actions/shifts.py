@@ -130,7 +130,7 @@ def bias_shift(
         changes = {name: torch.zeros_like(params[name]) for name in names}
         for leg in legs:
             change = changes[leg.name]
-            changes[leg.name] = change + leg.rates(constants.to(change))
+            changes[leg.name] = change + leg.log_multipliers(constants.to(change))
         for reader, multiple in readers:
             bias_name = reader.require_bias().name
             compensation = reader.compensate(params, multiple * constants)
@@ -160,7 +160,7 @@ def folded_shift(source: Leg, units: int, norm: FixedNorm, channels: Tensor, abo
         slope = params[norm.gain].detach() * norm.inverse.to(bias)
         compensation = shift_rows.embed(params, -constants * slope[channels.to(bias.device)])
         return {
-            source.name: source.rates(constants).expand(bias.shape),
+            source.name: source.log_multipliers(constants).expand(bias.shape),
             norm.shift: compensation,
         }
 

@@ -160,7 +160,7 @@ def rescale_curvature(
     """
     multipliers: dict[str, list[_Multiplier]] = {}
     for parameter in units.parameters:
-        legs = [_Multiplier(leg.rates(t).exp(), leg.power > 0) for leg in parameter.legs]
+        legs = [_Multiplier(leg.log_multipliers(t).exp(), leg.power > 0) for leg in parameter.legs]
         multipliers[parameter.name] = legs
     scaled_keys = [key for key in state.averages if not multipliers.keys().isdisjoint(key.names)]
     for key in scaled_keys:
