@@ -15,9 +15,9 @@ from pullback_experiments.framework.store import Store
 from pullback_experiments.kfac_training.experiment import (
     claims,
     final,
+    find_best_rival_loss,
     find_median_time,
     first_order,
-    mark,
     table,
 )
 from pullback_experiments.kfac_training.methods import (
@@ -230,7 +230,7 @@ def test_claims() -> None:
         ADAM: runs(9, 7, 5, 4, 3),
         KRONECKER: runs(9, 3, 2, pace=5.0),
     }
-    assert mark(actual) == 3
+    assert find_best_rival_loss(actual) == 3
     assert find_median_time(actual[KRONECKER], 3, "step") == 10
     assert find_median_time(actual[SGD], 3, "step") == math.inf
     fewer, sooner = claims(actual, fewer=2.0)

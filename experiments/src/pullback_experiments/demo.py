@@ -28,7 +28,7 @@ from .showcase.race import Curve, run, tune
 
 
 def compete(console: Console, problem: DemoProblem, seconds: float) -> list[Curve]:
-    """One run of every contender."""
+    """Return one run of every contender."""
     curves = []
     with progress(console, problem, seconds) as watcher:
         for contender in problem.contenders:
@@ -38,7 +38,7 @@ def compete(console: Console, problem: DemoProblem, seconds: float) -> list[Curv
 
 
 def search(console: Console, problem: DemoProblem) -> None:
-    """What every point of every grid ends with, best first, and the point in use."""
+    """Print the final measures of all points of every grid, best first, and the point in use."""
     for contender in problem.contenders:
         if contender.grid:
             ends = tune(problem, contender, seconds=problem.seconds)

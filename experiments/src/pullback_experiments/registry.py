@@ -62,12 +62,12 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 
 def names() -> list[str]:
-    """All that can be run."""
+    """Return all names that can be run."""
     return list(chain.from_iterable(FOLDERS.values()))
 
 
 def find(name: str) -> Experiment:
-    """The experiment of this name, or a refusal that offers the nearest ones."""
+    """Return the experiment of this name; a refusal offers the nearest names."""
     for folder, experiment_names in FOLDERS.items():
         if name in experiment_names:
             experiments = import_module(f".{folder}", __package__).EXPERIMENTS

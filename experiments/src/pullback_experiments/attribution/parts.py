@@ -118,12 +118,12 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the part began."""
+        """Return the seconds since the part began."""
         return round(time.monotonic() - self._start, 2)
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the part is stopped."""
+        """Return the seconds until the part is stopped."""
         return self._limit - self.seconds
 
 

@@ -30,7 +30,7 @@ class Schedule:
     is_adaptive: bool = False
 
     def rate_at(self, share: float) -> float:
-        """The rate after this share of the steps."""
+        """Return the learning rate after this share of the steps."""
         return self.rate * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * share))))
 
 

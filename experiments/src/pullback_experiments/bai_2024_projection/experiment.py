@@ -165,7 +165,7 @@ def slope(x: Sequence[float], y: Sequence[float], most: float = 0.1) -> float:
 
 
 def judge_claims(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
-    """All of them; the order of the error is what we add."""
+    """Return the checks of all claims; the order of the error is not claimed in the paper."""
     records = results.of("wide") + results.of("narrow")
     claims = [
         _at_most(records, "forms", 1e-8, "the three forms of P∇ℓ agree at points without data"),

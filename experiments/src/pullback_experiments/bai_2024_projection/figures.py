@@ -21,7 +21,7 @@ _GREEN = "#009E73"
 
 
 def draw(results: Results) -> Figure:
-    """Of the first seed; the errors of all."""
+    """Draw the moves of the first seed, and the errors of all seeds."""
     wide_record = results.of("wide")[0]
     narrow = results.of("narrow")[0]
     figure = plots.make_figure(10.5, 11.5, "Gradient steps as moves of the function")
@@ -127,7 +127,7 @@ _PLACES = plots.assign_places(METHODS)
 
 
 def charts(results: Results) -> list[Chart]:
-    """Of the first seed."""
+    """Return the charts of the first seed."""
     return [*_move_charts(results), _error_chart(results), _resolution_chart(results)]
 
 

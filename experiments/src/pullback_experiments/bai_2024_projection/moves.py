@@ -37,7 +37,7 @@ METHODS = ("standard", "natural", "Sobolev")
 
 
 def target(x: Tensor) -> Tensor:
-    """What is learned."""
+    """Return the values of the function that is learned."""
     return torch.sin(2 * x) + 0.3 * x
 
 
@@ -72,7 +72,7 @@ class NetworkData:
 
     @classmethod
     def of(cls, width: int, count: int, device: torch.device) -> NetworkData:
-        """Data evenly on [−2, 2], the other points on [−2.6, 2.6]."""
+        """Return data at equal distances on [−2, 2], and other points on [−2.6, 2.6]."""
         x, grid = (
             torch.linspace(-end, end, n, dtype=torch.float64, device=device)[:, None]
             for end, n in ((2.0, count), (2.6, 201))
@@ -103,7 +103,7 @@ class NetworkData:
         return projection
 
     def take_step(self, method: str, lr: float) -> nn.Sequential:
-        """A copy of the network after one step of the optimizer."""
+        """Return a copy of the network after one step of the optimizer."""
         net = copy.deepcopy(self.net)
         optimizer = _optimizer(method, net, lr)
 
@@ -118,7 +118,7 @@ class NetworkData:
 
 
 def metric_of(method: str) -> Metric:
-    """Of the two natural gradients."""
+    """Return the metric of one of the two natural gradients."""
     if method == "natural":
         return Euclidean()
     return Sobolev(SCALE)
@@ -132,7 +132,7 @@ def _optimizer(method: str, net: nn.Module, lr: float) -> Optimizer:
 
 @torch.no_grad()
 def compare_moves(scene: NetworkData, method: str) -> dict[str, Any]:
-    """Predicted and actual moves at the grid, and their distance for every size of step."""
+    """Return predicted and actual moves on the grid, and their distance for every step size."""
     change = scene.change(method)
     rate = change(scene.grid)
     before = scene.net(scene.grid)
@@ -157,7 +157,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def projections(scene: NetworkData) -> dict[str, float]:
-    """How well the laws of P and S hold: relative differences."""
+    """Return the relative errors of the laws of P and S."""
     tangent = Tangent(scene.net)
     c = scene.residuals
     x = scene.x

@@ -41,7 +41,7 @@ TIMED = (1, 2)
 def claims(
     records: GroupedRecords, law: Record, level: float, expected_outcomes: Sequence[bool]
 ) -> list[Check]:
-    """The paper's three; then what of them the start explains, and what the others do."""
+    """Return checks of the paper's three claims, the start and other methods."""
     return make_checks(
         [
             _fewer(records, FIRST, SGD, level),
@@ -61,7 +61,7 @@ def claims(
 
 
 def seconds_per_epoch(records: Sequence[Record]) -> float:
-    """The median over epochs but the first, the least over seeds."""
+    """Return the seconds of an epoch: the median without the first, the least over seeds."""
     return min(map(_median_epoch, records))
 
 
@@ -72,13 +72,13 @@ def _median_epoch(record: Record) -> float:
 
 
 def seconds(records: Sequence[Record], level: float) -> float:
-    """Until a test accuracy is reached, the median over seeds."""
+    """Return the median over seeds of the seconds until a test accuracy is reached."""
     timed = [{**r, "epoch": r["seconds"]} for r in records]
     return quantiles([find_epoch(r, "test accuracy", level) for r in timed])[1]
 
 
 def final(records: Sequence[Record]) -> tuple[float, float]:
-    """Mean and deviation over seeds of the median of the last epochs; a lost run has chance."""
+    """Return mean and deviation over seeds of the last epochs' median; chance for a lost run."""
     ends = list(map(_end, records))
     deviation = 0.0
     if len(ends) > 1:
@@ -126,7 +126,7 @@ def _claim_above(records: GroupedRecords, one: str, two: str) -> Claim:
 
 
 def _by_start(records: GroupedRecords, level: float) -> Claim:
-    """Whether the control is nearer to approach I than to SGD, or ahead of both."""
+    """Return True if the control is nearer to approach I than to SGD, or ahead of both."""
     plain, start, first = (epochs(records[m], "test accuracy", level) for m in (SGD, START, FIRST))
     claim = "the start explains it: SGD that begins on the slice and never returns to it gains at "
     claim += "least half of what approach I gains"
@@ -164,7 +164,7 @@ def _format_seconds(value: float) -> str:
 
 
 def table(records: GroupedRecords, level: float) -> Table:
-    """Ends, levels and costs of every method."""
+    """Return the table of final accuracies, levels and costs of every method."""
     base = seconds_per_epoch(records[SGD])
     rows = []
     for name, runs in records.items():

@@ -83,7 +83,7 @@ class Figure2(Experiment):
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_epochs=1, quick_seeds=(0,))
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         load(self.config(quick)["dataset"])
 
     def items(self, quick: bool) -> list[Item]:
@@ -103,7 +103,7 @@ class Figure2(Experiment):
         return out
 
     def _cost(self, method: SliceMethod, context: Context) -> Record:
-        """Seconds of a step on noise: the median over epochs of a hundred."""
+        """Return the seconds of a step on noise: the median over epochs of a hundred steps."""
         config = self.config(context.quick)
         noise = generate_pictures(
             (config["widths"][0],), config["widths"][-1], 100 * config["batch"]
@@ -183,7 +183,7 @@ class Figure2(Experiment):
 
 
 def _with_time_alone(results: Results, method: SliceMethod, record: Record) -> Record:
-    """The record with the seconds that it would have taken alone, where that was measured."""
+    """Return the record with seconds measured without other runs, where there are any."""
     if not results.has("cost", method.name):
         return record
     cost = results.once("cost", method.name)["seconds of a step"]
@@ -195,7 +195,7 @@ def _trial(method: SliceMethod, rate: float) -> tuple[str, ...]:
 
 
 def _held_out(images: DataSet) -> DataSet:
-    """A tenth of the training images in the place of the test set."""
+    """Return the data with a tenth of the training images in place of the test set."""
     n = math.ceil(0.9 * len(images.x))
     x = images.x
     y = images.y
@@ -241,7 +241,7 @@ def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
 
 
 def draw_curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
-    """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
+    """Draw a row per group of methods: against seconds (Figure 2a) and epochs (Figure 2b)."""
     figure = plots.make_figure(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
     grid = figure.subplots(len(ROWS), 3, squeeze=False)
     for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
@@ -262,7 +262,7 @@ def draw_curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
 
 
 def mean_band(axes: Axes, runs: Sequence[Record], along: str, what: str, name: str) -> None:
-    """Mean ± standard deviation at every epoch that all seeds reached."""
+    """Return mean ± standard deviation at every epoch that all seeds reached."""
     line = averages([r[along] for r in runs], [r[what] for r in runs])
     color = plots.PALETTE[_PLACES[name]]
     axes.plot(line.x, line.y, ls=_STYLES.get(name), color=color, lw=1.7, label=name)

@@ -36,7 +36,7 @@ class SliceMethod:
     seeds: Sequence[int] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Everything a run depends on."""
+        """Return everything a run depends on."""
         return {"about": self.about, "rates": list(self.rates), "digits": self.quick}
 
 

@@ -27,14 +27,14 @@ convnet = partial(networks.convnet, 8)
 
 @lru_cache(maxsize=2)
 def load(name: str, device: str = "cpu") -> DataSet:
-    """CIFAR-10 or the digits, of mean 0 and variance 1, kept: decoding takes seconds."""
+    """Return CIFAR-10 or the digits, of mean 0 and variance 1; cached: decoding takes seconds."""
     if name == "cifar10":
         return data.cifar10().to(device)
     return digits().to(device)
 
 
 def digits(dtype: torch.dtype = torch.float32) -> DataSet:
-    """1347 and 450 digits, (N, 1, 8, 8), of mean 0 and variance 1 over all pixels."""
+    """Return 1347 and 450 digits, (N, 1, 8, 8), of mean 0 and variance 1 over all pixels."""
     raw = data.digits()
     mean = raw.x.mean()
     std = raw.x.std()
@@ -50,7 +50,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 @lru_cache(maxsize=8)
 def _weights(network: str, trained: bool, seed: int) -> dict[str, Tensor]:
-    """The parameters of a start, by name."""
+    """Return the parameters of a start, by name."""
     torch.manual_seed(seed)
     model = NETWORKS[network]().double()
     if trained:
@@ -67,7 +67,7 @@ def _weights(network: str, trained: bool, seed: int) -> dict[str, Tensor]:
 def start(
     network: str, trained: bool, size: float, seed: int, device: torch.device
 ) -> tuple[nn.Module, Symmetry, float]:
-    """A network in float64 whose units are scaled by 10^±size, each with a random sign.
+    """Return a float64 network whose units are scaled by 10^±size, with a random sign each.
 
     Returns:
         the network, its symmetry, and how far its outputs moved, relative: round-off.

@@ -55,7 +55,7 @@ class RescaledMethod:
     sliced: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Everything a run depends on."""
+        """Return everything a run depends on."""
         return {"rates": list(self.rates), "sliced": self.sliced}
 
 
@@ -172,7 +172,9 @@ class Rescaling(Experiment):
         return out
 
     def _search(self, network: str, method: RescaledMethod, context: Context) -> Record:
-        """The rate of the lowest mean logarithm of the training loss, on the net as it was."""
+        """Return the rate of the lowest mean log training loss, on the network that is not
+        rescaled.
+        """
         scores = []
         for number, rate in enumerate(method.rates):
             torch.manual_seed(self.search_seed)
@@ -258,7 +260,7 @@ _SLICED = tuple(m.name for m in METHODS if m.sliced)
 
 
 def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
-    """None of these is in the paper, which does not rescale."""
+    """Return checks of our own claims: the paper does not rescale."""
     by_method = next(iter(ends.values()))
     largest = max(next(iter(by_method.values())))
     checks = [
@@ -269,12 +271,12 @@ def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
 
 
 def final(records: Sequence[Record]) -> float:
-    """The median over seeds of the last training loss, ∞ where it was lost."""
+    """Return the median over seeds of the last training loss, ∞ for a lost run."""
     return quantiles([finite(r["train loss"][-1]) for r in records])[1]
 
 
 def measure_difference(one: Record, two: Record) -> float:
-    """The largest relative difference of two curves of the training loss."""
+    """Return the largest relative difference of two curves of the training loss."""
     a = one["train loss"]
     b = two["train loss"]
     if len(a) != len(b):
@@ -323,7 +325,7 @@ def _loss(value: float) -> str:
 
 
 def table(start: str, records_by_size: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
-    """Final training losses by size, medians over seeds."""
+    """Return final training losses by size, medians over seeds."""
     sizes = list(next(iter(records_by_size.values())))
     rows = []
     for name, by_size in records_by_size.items():
@@ -339,7 +341,7 @@ _PLACES = plots.assign_places(m.name for m in METHODS)
 
 
 def draw(ends_by_start: Ends, seeds: int) -> Figure:
-    """One panel per start; a sliced optimizer is a dashed line, another a solid one."""
+    """Draw one panel per start; the lines of sliced optimizers are dashed."""
     title = r"Training loss after rescaling each unit by $10^{\pm s}$"
     title += f"; {seeds} seeds, medians and range"
     figure = plots.make_figure(4.2 * len(ends_by_start) + 2.2, 5.4, title, dpi=110)
@@ -371,7 +373,7 @@ def draw(ends_by_start: Ends, seeds: int) -> Figure:
 
 
 def chart_final_losses(ends: Ends) -> list[Chart]:
-    """The final loss against the size."""
+    """Return the chart of the final loss against the size."""
     charts = []
     for name, methods in ends.items():
         series = [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_epoch(record: Record, measure: str, level: float) -> float:
-    """The epoch at which a loss first is as low, or an accuracy as high; ∞ where it never is.
+    """Return the first epoch at which a loss is as low, or an accuracy as high; else ∞.
 
     Between two epochs the curve is a line.
 
@@ -40,12 +40,12 @@ def find_epoch(record: Record, measure: str, level: float) -> float:
 
 
 def epochs(records: Sequence[Record], measure: str, level: float) -> float:
-    """The median over seeds."""
+    """Return the median over seeds of `find_epoch`."""
     return quantiles([find_epoch(r, measure, level) for r in records])[1]
 
 
 def final(records: Sequence[Record], measure: str) -> float:
-    """The median over seeds of where it ended; a run that was lost counts as the worst."""
+    """Return the median over seeds of the last value; a lost run counts as the worst."""
     return quantiles([_end(record, measure) for record in records])[1]
 
 
@@ -61,12 +61,12 @@ def _lost(record: Record) -> bool:
 
 
 def clearly_fewer(a: float, b: float) -> bool:
-    """Whether one count of epochs is at most nine tenths of another."""
+    """Return True if one count of epochs is at most nine tenths of another."""
     return math.isfinite(a) and a <= 0.9 * b
 
 
 def format_epochs(value: float) -> str:
-    """Epochs for people.
+    """Return epochs to one decimal, or "never".
 
     >>> format_epochs(3.14159), format_epochs(math.inf)
     ('3.1', 'never')
@@ -86,13 +86,13 @@ _NAMES = {
 
 
 def charts(records: Mapping[str, Sequence[Record]], title: str = "") -> list[Chart]:
-    """One for each measure."""
+    """Return one chart per measure."""
     measures = ("train loss", "test loss", "train accuracy", "test accuracy")
     return [chart(records, measure, title) for measure in measures]
 
 
 def chart(records: Mapping[str, Sequence[Record]], measure: str, title: str) -> Chart:
-    """A measure of every method, against epochs, seconds or steps."""
+    """Return the chart of a measure for every method, against epochs, seconds or steps."""
     return Chart(
         title or _NAMES[measure].capitalize(),
         _NAMES[measure],
@@ -113,7 +113,7 @@ _PANELS = (
 
 
 def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
-    """One panel per measure: medians over seeds, quartiles as bands."""
+    """Draw one panel per measure: medians over seeds, quartiles as bands."""
     figure = plots.make_figure(14, 3.9, f"{title}: medians and quartiles", dpi=110)
     grid = figure.subplots(1, 4)
     for axes, (measure, name) in zip(grid, _PANELS, strict=True):
@@ -124,7 +124,7 @@ def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
 
 
 def panel(axes: Axes, records: Mapping[str, Sequence[Record]], measure: str) -> None:
-    """A measure of every method."""
+    """Draw a measure of every method."""
     for name, color in plots.assign_colors(records).items():
         runs = records[name]
         plots.plot_band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)

@@ -48,7 +48,7 @@ class SmallTask:
 
 @lru_cache(maxsize=1)
 def _clothes() -> DataSet:
-    """1000 and 1000 pictures of 14×14: means over squares of four pixels."""
+    """Return 1000 and 1000 pictures of 14×14: means over squares of four pixels."""
     images = data.fashion_mnist().first(1000, 1000)
     x, test = (F.avg_pool2d(t, 2) for t in (images.x, images.test_x))
     return replace(images, x=x, test_x=test)
@@ -170,7 +170,7 @@ class Tuned(Experiment):
         context: Context,
         seed: int = SEARCH_SEEDS[0],
     ) -> float:
-        """The mean logarithm of the training loss over the epochs, ∞ where it is lost."""
+        """Return the mean log training loss over the epochs, ∞ for a lost run."""
         torch.manual_seed(seed)
         folder = context.checkpoint_folder / str(seed)
         record = self._train(
@@ -180,9 +180,10 @@ class Tuned(Experiment):
         return sum(math.log(max(v, 1e-12)) for v in losses) / len(losses)
 
     def _train_at_best(
-        self, net: str, method: str, whose: str, context: Context, grid_number: int = 0
+        self, net: str, method: str, tuned_method: str, context: Context, grid_number: int = 0
     ) -> Record:
-        pair = best(context.finished, net, whose, self._finalists(context.quick), grid_number)
+        finalists = self._finalists(context.quick)
+        pair = best(context.finished, net, tuned_method, finalists, grid_number)
         return self._train(net, method, pair, context)
 
     def _train(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
@@ -229,7 +230,7 @@ def _trial(net: str, method: str, grid_number: int) -> tuple[str, ...]:
 def best(
     results: Results, net: str, method: str, count: int, grid_rank: int = 0
 ) -> tuple[float, float]:
-    """The learning rate and damping of the finalist with the lowest score, or of another place."""
+    """Return learning rate and damping of the finalist with the lowest score, or of a later one."""
     finals = [results.once("final", net, method, str(rank)) for rank in range(count)]
     won = sorted(finals, key=lambda t: t["score"])[grid_rank]
     return won["lr"], won["damping"]
@@ -243,14 +244,14 @@ OURS = (False, False, True, True, True, True)
 
 
 def runs_of(results: Results, net: str, method: str, settings: str) -> list[Record]:
-    """The records; at K-FAC's settings K-FAC is at its own."""
+    """Return the records of a method; K-FAC at K-FAC's settings is K-FAC at its own."""
     if method == "K-FAC":
         return results.of(net, method, OWN)
     return results.of(net, method, settings)
 
 
 def mark(results: Results, net: str) -> float:
-    """The training loss at which K-FAC, tuned, is after half of its epochs (median)."""
+    """Return the median training loss of tuned K-FAC after half of its epochs."""
     runs = runs_of(results, net, "K-FAC", OWN)
     half = len(runs[0]["epoch"]) // 2
     return final([{**r, "train loss": r["train loss"][: half + 1]} for r in runs], "train loss")
@@ -259,7 +260,7 @@ def mark(results: Results, net: str) -> float:
 def judge_networks(
     results: Results, nets: Sequence[str], expected_outcomes: Sequence[bool]
 ) -> list[Check]:
-    """For every network: faster at K-FAC's settings, as good; and at its own, in either metric."""
+    """Check for each network whether a method is faster than K-FAC and ends as low."""
     claims: list[Claim] = []
     for net in nets:
         claims += [
@@ -287,7 +288,7 @@ def _claim_sooner(results: Results, net: str, method: str, settings: str) -> Cla
 
 
 def _than_second(results: Results, net: str) -> Claim:
-    """Against K-FAC at its second-best settings, by the same mark."""
+    """Compare a method with K-FAC at its second-best settings, by the same mark."""
     level = mark(results, net)
     a = epochs(results.of(net, "Sobolev", OWN), "train loss", level)
     b = epochs(results.of(net, "K-FAC", SECOND), "train loss", level)
@@ -309,7 +310,7 @@ def _claim_similar(results: Results, net: str) -> Claim:
 
 
 def table(results: Results, net: str, methods: Sequence[str]) -> Table:
-    """Every method at both settings."""
+    """Return the table of every method at both settings."""
     level = mark(results, net)
     rows = []
     for method in methods:
@@ -337,7 +338,7 @@ def table(results: Results, net: str, methods: Sequence[str]) -> Table:
 
 
 def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figure:
-    """A row per network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    """Draw a row per network: loss and accuracy, at K-FAC's settings and at each method's own."""
     title = f"K-FAC and Sobolev, {len(results.seeds)} seeds: medians and quartiles"
     figure = plots.make_figure(14, 0.6 + 4.4 * len(nets), title, dpi=110)
     grid = figure.subplots(len(nets), 4, squeeze=False)
@@ -366,7 +367,7 @@ def _share_limits(one: Axes, two: Axes) -> None:
 
 
 def chart_networks(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
-    """For each network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    """Return charts per network: loss and accuracy, at K-FAC's settings and at their own."""
     words = {SHARED: "all at K-FAC's settings", OWN: "each at its own settings"}
     charts = []
     for net, measure, settings in product(nets, ("train loss", "test accuracy"), words):

@@ -40,7 +40,7 @@ def sobolev() -> Metric:
 
 
 def fisher() -> Metric:
-    """The Fisher metric of the softmax."""
+    """Return the Fisher metric of the softmax."""
     return Fisher(Categorical())
 
 
@@ -77,13 +77,15 @@ class SobolevMethod:
 
     @property
     def draws(self) -> int:
-        """Covectors per statistics: one that the batch shares is noisier than one per sample."""
+        """Return the covectors per statistics: one that the batch shares is noisier than one per
+        sample.
+        """
         if self.metric().couples_samples:
             return 4
         return 1
 
     def describe(self) -> dict[str, Any]:
-        """Everything a run depends on."""
+        """Return everything a run depends on."""
         schedule = {"factor": self.schedule.factor, "at": list(self.schedule.at)}
         return {
             "metric": repr(self.metric()),
@@ -93,7 +95,7 @@ class SobolevMethod:
         }
 
     def optimizer(self, model: nn.Module, seed: int, **settings: Any) -> KFAC:
-        """K-FAC in this metric."""
+        """Return K-FAC in this metric."""
         return natural_kfac(model, metric=self.metric(), draws=self.draws, seed=seed, **settings)
 
 
@@ -115,7 +117,7 @@ GroupedRecords = Mapping[str, Sequence[Record]]
 
 
 def paper_claims(records: GroupedRecords, expected_outcomes: Sequence[bool]) -> list[Check]:
-    """Faster, as good in the end, and not by schedule or scaling; then, by the metric alone?"""
+    """Return checks: fewer epochs, as good an end, not due to schedule or scaling alone."""
     ours = records["Sobolev"]
     theirs = records["K-FAC"]
     claims = []

@@ -75,7 +75,7 @@ class OuterRun:
 
     @property
     def name(self) -> str:
-        """How the record calls it."""
+        """Return the name in the record."""
         solve = f"{self.inner} inner steps"
         if self.inner == 0:
             solve = "ordinary steps"
@@ -83,7 +83,7 @@ class OuterRun:
 
     @property
     def passes(self) -> float:
-        """Forward-and-backward passes over one minibatch, in the whole run."""
+        """Return the forward-and-backward passes over one minibatch in the whole run."""
         if self.inner == 0:
             return self.outer * self.minibatches
         return self.outer * (1 + LINEARIZED_COST * (self.inner - 1))

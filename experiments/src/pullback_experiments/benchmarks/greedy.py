@@ -26,7 +26,7 @@ Route = Callable[[], Any]
 
 
 def problem(n: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A with correlated columns, and r."""
+    """Return A with correlated columns, and r."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(n, p, generator=generator, dtype=dtype)
     a += torch.randn(n, 1, generator=generator, dtype=dtype)
@@ -53,7 +53,7 @@ def floor(product: Route, gradient: Tensor, k: int, other: Route = lambda: None)
 
 
 def naive(a: Tensor, g: Tensor, k: int) -> Route:
-    """Per vector: ρ = g − Aᵀ(A h), the block A_IᵀA_I from its columns, and its Cholesky."""
+    """Select greedily, computing ρ = g − Aᵀ(A h) and a Cholesky factor of A_IᵀA_I per vector."""
 
     def route() -> Tensor:
         length = a.norm(dim=0)

@@ -70,13 +70,13 @@ def _find_caller(frame: FrameType) -> str | None:
 
 
 def network() -> nn.Module:
-    """A small network."""
+    """Return a small network."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Inputs and classes."""
+    """Return inputs and classes."""
     return torch.randn(16, 6), torch.randint(0, 3, (16,))
 
 

@@ -90,14 +90,14 @@ def build(problem: str, n: int, device: torch.device) -> tuple[nn.Module, Tensor
 
 
 def error(route: str, problem: str, device: torch.device) -> float:
-    """Against a float64 contraction, relative."""
+    """Return the relative error of a route against a float64 contraction."""
     model, x = build(problem, 4, device)
     want = contraction(copy.deepcopy(model).double(), x.double())
     return float((ROUTES[route](model, x).double() - want).norm() / want.norm())
 
 
 def peak(problem: str, n: int, route: str, device: torch.device) -> int:
-    """Bytes above what model and inputs take."""
+    """Return the peak memory of a route in bytes, without model and inputs; −1 if it failed."""
     if device.type == "cuda":
         model, x = build(problem, n, device)
         before = torch.cuda.memory_allocated(device)
@@ -123,7 +123,7 @@ def _send_memory_rise(problem: str, n: int, route: str, threads: int, queue: Any
 
 
 def read_peak_bytes() -> int:
-    """The process's peak in bytes; `getrusage` would count the parent's, which exec passes on."""
+    """Return the process's peak in bytes; `getrusage` would count that of the parent too."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
@@ -185,7 +185,7 @@ def find_unusable_routes(
 
 
 def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
-    """Whether a GPU's memory is enough; a CPU's is not tried."""
+    """Return False if a GPU's memory is too small; the CPU's is not checked."""
     if x.device.type == "cpu":
         return True
     try:
@@ -197,7 +197,7 @@ def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
 
 
 def time_small_run(route: str, problem: str, device: torch.device) -> tuple[int, float, int]:
-    """(inputs, seconds, bytes) of a small run."""
+    """Return (inputs, seconds, bytes) of a small run."""
     for n in (4, 16):
         model, x = build(problem, n, device)
         seconds = compare({"": partial(ROUTES[route], model, x)}, device, repeats=1)[""]
@@ -207,7 +207,7 @@ def time_small_run(route: str, problem: str, device: torch.device) -> tuple[int,
 
 
 def explain_excess(last: tuple[int, float, int], n: int, options: Any) -> str:
-    """Why a route is left out at n inputs, or nothing: time grows as n², memory at least as n."""
+    """Return why n inputs take too long or too much memory, or ""; time grows as n²."""
     before, seconds, peak = last
     if seconds * (n / before) ** 2 > options.limit:
         return f"would take {seconds * (n / before) ** 2:.0f} s"
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def merge_records(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Both records' problems and sizes, the new ones where both have them."""
+    """Return problems and sizes of both records; the new ones replace the old ones."""
     if any(old[key] != new[key] for key in ("environment", "clock")):
         raise SystemExit(f"the record is from {old['environment']} by {old['clock']} time")
     results = dict(old["results"])

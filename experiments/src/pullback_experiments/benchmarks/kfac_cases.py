@@ -1,4 +1,4 @@
-"""What K-FAC's cost is measured on: models with their batches, losses and ratios aimed at."""
+"""Models with batches, losses and target ratios, on which K-FAC's cost is measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
 
-from ..kfac_training.tasks import autoencoder
+from ..kfac_training.tasks import autoencoder, bernoulli, categorical
 from .kfac_models import GPT, convnet, resnet50
 
 
@@ -26,14 +25,6 @@ class Case:
     targets: dict[str, float]
     half: torch.dtype | None = None
     naive: bool = True
-
-
-def bernoulli(z: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
-
-
-def categorical(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z.flatten(0, -2), y.flatten())
 
 
 def images(n: int, size: int, classes: int) -> tuple[Tensor, Tensor]:

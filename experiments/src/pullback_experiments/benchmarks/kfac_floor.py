@@ -31,14 +31,14 @@ class Rates:
     bytes: float
 
     def best(self, other: Rates) -> Rates:
-        """The faster of two measurements: a machine that others use is only ever slowed down."""
+        """Return the faster of two measurements: other programs can only slow one down."""
         return Rates(
             max(self.half, other.half), max(self.full, other.full), max(self.bytes, other.bytes)
         )
 
 
 def rates(device: torch.device, half: torch.dtype | None) -> Rates:
-    """Measured: the best of a few large products and copies."""
+    """Return measured rates: the best of a few large products and copies."""
     n = 1024
     copied = 2**25
     if device.type == "cuda":
@@ -81,7 +81,7 @@ class Floor:
     state: float
 
     def seconds(self, at: Rates) -> dict[str, float]:
-        """The least time that each part takes, by kind of step it belongs to."""
+        """Return the least seconds of each part, by the kind of step it belongs to."""
         return {
             "gradient": self.gradient / at.half,
             "statistics": (self.reverse + self.products) / at.half + 2 * self.state / at.bytes,
@@ -91,7 +91,7 @@ class Floor:
 
 
 def floor(model: nn.Module, forward: Callable[[], Tensor], loss: Callable[[Tensor], Any]) -> Floor:
-    """Counted on one forward and backward pass."""
+    """Return the counts of one forward and backward pass."""
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:

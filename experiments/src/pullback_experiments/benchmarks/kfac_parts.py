@@ -48,7 +48,7 @@ CYCLE = {"cpu": 2, "cuda": 20}
 
 @contextmanager
 def switch_off(part: str | None) -> Iterator[None]:
-    """Leave a part out of what runs meanwhile; None leaves all in."""
+    """Context in which a part is left out; None leaves all parts in."""
     if part is None:
         yield
         return

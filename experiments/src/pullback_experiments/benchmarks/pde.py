@@ -29,7 +29,7 @@ from ..pde_benchmarks.methods import GOALS, TARGETS
 ERRORS = {**TARGETS, **GOALS}
 
 
-def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
+def solve_once(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
     if device != "cpu":
         torch.set_num_threads(1)
     setup = problems.setup(name)
@@ -104,7 +104,9 @@ def main(arguments: Sequence[str] = ()) -> None:
 def in_its_own_process(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
     arguments = (name, seed, device, seconds)
     module = "pullback_experiments.benchmarks.pde"
-    call = f"from {module} import one; import json; print(json.dumps(one{arguments!r}))"
+    call = (
+        f"from {module} import solve_once as run; import json; print(json.dumps(run{arguments!r}))"
+    )
     process = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
     if process.returncode:
         last = (process.stderr.strip() or f"status {process.returncode}").splitlines()[-1]

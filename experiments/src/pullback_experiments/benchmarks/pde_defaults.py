@@ -82,7 +82,7 @@ _SINGLE = ("burgers-single",)
 
 
 def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = ()) -> nn.Module:
-    """The network that a user would be given, or one with other hidden layers."""
+    """Return the network that a user would be given, or one with other hidden layers."""
     default_network = pde.network_for(problem, seed=seed)
     if hidden:
         inner = list(default_network.get_submodule("network").children())
@@ -96,13 +96,13 @@ def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = 
 
 
 def balance_conditions(problem: pde.Problem) -> None:
-    """Let boundary and initial conditions be weighted against the equations, and no other."""
+    """Let the weights of boundary and initial conditions, and of no others, be chosen."""
     for condition in problem.conditions:
         is_data = isinstance(condition, (pde.Dirichlet, pde.Initial, pde.Periodic))
         condition.balanced = is_data
 
 
-def one(
+def run_once(
     name: str,
     seed: int,
     threads: int,
@@ -173,9 +173,9 @@ def one(
 
 
 def run_in_process(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The run in a process of its own; what failed says why."""
+    """Return the record of a run in a process of its own, or the reason of a failure."""
     module = "pullback_experiments.benchmarks.pde_defaults"
-    call = f"from {module} import one; import json; print(json.dumps(one{arguments}))"
+    call = f"from {module} import run_once; import json; print(json.dumps(run_once{arguments}))"
     threads = {n: str(arguments[2]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     process = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **threads}
@@ -187,7 +187,7 @@ def run_in_process(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def line(r: dict[str, Any]) -> str:
-    """A run in a line."""
+    """Return the line that is printed about a run."""
     if r["estimated"] is None:
         estimated = ""
     else:
@@ -203,7 +203,7 @@ def line(r: dict[str, Any]) -> str:
 
 
 def seeds(text: str) -> list[int]:
-    """ "0,3" or "0-49"."""
+    """Return the seeds of "0,3" or "0-49"."""
     first, _, last = text.partition("-")
     if last:
         return list(range(int(first), int(last) + 1))

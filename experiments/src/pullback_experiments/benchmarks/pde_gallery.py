@@ -69,16 +69,16 @@ class Program:
 
     @property
     def name(self) -> str:
-        """As in a link to its heading."""
+        """Return the name as it stands in a link to its heading."""
         return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
 
     @property
     def lines(self) -> int:
-        """Lines of code, without empty ones."""
+        """Return the number of lines that are not empty."""
         return sum(bool(line.strip()) for line in self.code.splitlines())
 
     def run(self, **options: Any) -> dict[str, Any]:
-        """Execute it; options replace those that it passes to `solve`. Return its names."""
+        """Execute the program and return its names; options replace those passed to `solve`."""
         solve = pde.solve
 
         def solve_with_options(
@@ -99,7 +99,7 @@ def _first() -> str:
 
 
 def programs() -> dict[str, Program]:
-    """All of the page, by name."""
+    """Return all programs of the page, by name."""
     programs_of_page = [Program(m["title"], m["code"]) for m in _PART.finditer(PAGE.read_text())]
     return {program.name: program for program in programs_of_page}
 
@@ -306,7 +306,7 @@ class AdamThenLBFGS(torch.optim.Optimizer):
 
 
 def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
-    """Options of `solve` for each method; `due` ends Adam."""
+    """Return the options of `solve` for each method; Adam ends after `due` seconds."""
     others = {
         "Adam + L-BFGS": lambda module: AdamThenLBFGS(module.parameters(), due),
         "SSBroyden": lambda module: SSBroyden(module.parameters()),
@@ -316,7 +316,7 @@ def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
 
 
 def race(program: Program, seconds: float) -> dict[str, Any]:
-    """The error of each method after the same CPU seconds, and on the way.
+    """Return the error of each method after the same CPU seconds, and on the way.
 
     On the way it is the loss where the problem does not know its solution.
     """
@@ -380,11 +380,11 @@ class GalleryRecord:
 
     @property
     def gallery(self) -> dict[str, Any]:
-        """The results of the programs, by name."""
+        """Return the results of the programs, by name."""
         return self.entries["gallery"]
 
     def put(self, section: str, name: str, result: Any) -> None:
-        """Keep a result in "gallery" or "race"; programs stay in the order of the page."""
+        """Add a result to "gallery" or "race"; programs stay in the order of the page."""
         self.entries[section][name] = result
         self.entries["gallery"] = {n: self.gallery[n] for n in self.order if n in self.gallery}
         write_record(self.path, self.entries)

@@ -158,7 +158,7 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
 
 
 def make_reference(network: Any, seed: int, **options: Any) -> Reference:
-    """The reference at the points that `pde.solve` uses."""
+    """Return the reference at the points that `pde.solve` uses."""
     problem = poisson()
     size = sum(p.numel() for p in network.parameters())
     plan = SamplingPlan(problem, size, seed=seed)
@@ -168,7 +168,7 @@ def make_reference(network: Any, seed: int, **options: Any) -> Reference:
 
 
 def per_step(products: bool, steps: int = 10) -> float:
-    """CPU seconds of a reference step from a fresh network."""
+    """Return the CPU seconds of a reference step from a fresh network."""
     run = make_reference(pde.mlp(2, 32, 1, seed=0), 0, products=products)
     run.step()
     start = time.process_time()

@@ -107,7 +107,7 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run in short, or what went wrong."""
+    """Return a short record of the run, or its error."""
     torch.set_num_threads(job["threads"])
     task = replace(TASKS[job["task"]], **job["fields"])
     said = {k: job[k] for k in ("task", "method", "lr", "seed", "settings", "parallel")}

@@ -52,7 +52,7 @@ def in_rounds(
     seconds: float,
     warmup: int = 2,
 ) -> dict[str, list[float]]:
-    """Seconds of each block in each round; fewer rounds where the time is up, never below three."""
+    """Return the seconds of each block in each round; at least three rounds are run."""
     order = list(blocks)
     shuffle = random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in blocks}
@@ -88,7 +88,7 @@ def summarize_ratios(values: list[float]) -> dict[str, float]:
 
 
 def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of each route to its baseline, round by round; seconds are those of one step."""
+    """Return each route's time over its baseline's, round by round, from seconds of one step."""
     out = {}
     for name, seconds in times.items():
         known = [b for b in BASES.get(name, PLAIN) if b in times and b != name]
@@ -115,7 +115,7 @@ def bandwidth(device: torch.device, quick: bool) -> float:
 def capture_blocks(
     routes: Mapping[str, Route], step_only: bool, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Blocks as graphs in one pool of memory; and those that could not be recorded."""
+    """Return blocks as graphs in one pool of memory, and those that could not be recorded."""
     blocks = {}
     failed = {}
     pool = torch.cuda.graph_pool_handle()
@@ -142,7 +142,7 @@ def show(title: str, ratios: Mapping[str, Any]) -> None:
 
 
 def traffic(bench: Bench, routes: Mapping[str, Route], speed: float) -> dict[str, Any]:
-    """What the steps do and what they cannot do without, at `speed` bytes per second."""
+    """Return the bytes that the steps move and the least they need, at `speed` bytes per second."""
     size = sum(p.numel() * p.element_size() for p in bench.model.parameters())
     count = sum(p.numel() for p in bench.model.parameters())
     print(f"\n{bench.name}, {count:,} parameters; copy at {1e-9 * speed:.0f} GB/s")

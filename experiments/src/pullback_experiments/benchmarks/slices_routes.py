@@ -176,7 +176,7 @@ class Counter(TorchDispatchMode):
 
 
 def _is_written(func: Any, index: int) -> bool:
-    """Whether an argument is changed; a fused step says so of gradients, which it only might."""
+    """Return True if an argument is changed; fused steps also declare gradients, which are not."""
     alias = func._schema.arguments[index].alias_info
     return alias is not None and alias.is_write and not ("fused" in func.__name__ and index)
 
@@ -228,7 +228,7 @@ class Bench:
 
     @property
     def steps(self) -> int:
-        """In a block, at least."""
+        """Return the least number of steps of a block."""
         large = self.device.type != "cuda" or self.name == "resnet50"
         if self.quick:
             return 1
@@ -237,7 +237,7 @@ class Bench:
         return 10
 
     def period(self, name: str) -> int:
-        """After how many steps all has been done once."""
+        """Return after how many steps each kind of step has been done once."""
         options = SLICED.get(name, {})
         # in a chain two classes of units take turns; the residual network's share no parameter
         is_fused = options.get("sweeps") or "layer" in str(options) or "SGD" in name
@@ -247,7 +247,7 @@ class Bench:
         return 2 * interval
 
     def block(self, name: str) -> int:
-        """Steps in a block: so many that every kind of step is in it in its proportion."""
+        """Return the steps of a block that holds every kind of step in its proportion."""
         return -(-self.steps // self.period(name)) * self.period(name)
 
     def route(self, name: str) -> Route:

@@ -29,7 +29,7 @@ CONDITION = {torch.float64: 1e10, torch.float32: 1e4}
 
 
 def matrix(n: int, p: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A with a geometric spectrum, and an x of equal share in all its right singular vectors."""
+    """Return A with a geometric spectrum, and x with equal shares of its right singular vectors."""
     k = min(n, p)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -51,7 +51,7 @@ class RaceLength:
 
 
 def output_of(case: Model, out: Any) -> Tensor:
-    """The tensor that the loss is made of."""
+    """Return the tensor that the loss is made of."""
     if isinstance(out, Tensor):
         return out
     if case.output is None:
@@ -83,7 +83,7 @@ def list_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 def train(
     case: Model, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> list[float]:
-    """The losses of an ordinary loop, on the same batches for every optimizer."""
+    """Return the losses of an ordinary loop, on the same batches for every optimizer."""
     losses = []
     random = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def train(
 def make_step(
     case: Model, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
-    """A training step on the first batch."""
+    """Return a function that makes a training step on the first batch."""
     x, y = case.batch(torch.Generator().manual_seed(0))
 
     def step() -> None:
@@ -112,7 +112,7 @@ def make_step(
 
 
 def coverage(case: Model) -> dict[str, Any]:
-    """The shares of trained entries by block, and the reasons for diagonals."""
+    """Return the shares of trained entries by kind of block, and the reasons for diagonals."""
     torch.manual_seed(0)
     model = case.make().train()
     opt = natural(case, model, 1)
@@ -126,7 +126,7 @@ def coverage(case: Model) -> dict[str, Any]:
 
 
 def costs(case: Model) -> dict[str, Any]:
-    """Times in multiples of a step of AdamW, in the processor's seconds within one run.
+    """Return CPU times within one run in multiples of a step of AdamW.
 
     Steps of natural K-FAC: plain ones, ones with statistics, ones that invert too, and 10/100 from
     these; the mean of `KFAC(model)` over 20 steps; the first step over a later statistics step.
@@ -201,7 +201,7 @@ def find_best_score(scores: dict[str, float | None]) -> float:
 
 
 def summary(name: str, row: dict[str, Any]) -> str:
-    """What was found of a model, on one line."""
+    """Return one line on a model."""
     if row["refused"]:
         return f"{name}: refused: {row['refused']}"
     phrases = []

@@ -39,7 +39,7 @@ class Model:
 
 
 def make_counting_batch(random: torch.Generator, n: int = 16, t: int = 12) -> tuple[Tensor, Tensor]:
-    """Numbers in steps of 1 to 3, and the next ones."""
+    """Return numbers in steps of 1 to 3, and the next ones as targets."""
     first = torch.randint(3, WORDS, (n, 1), generator=random)
     stride = torch.randint(1, 4, (n, 1), generator=random)
     words = 3 + (first + stride * torch.arange(t + 1)) % (WORDS - 3)
@@ -60,13 +60,13 @@ def translation(random: torch.Generator) -> Batch:
 
 
 def sentences(random: torch.Generator) -> Batch:
-    """In which third of the words a sequence begins."""
+    """Return sequences, and in which third of the words each begins."""
     x, _ = make_counting_batch(random)
     return {"input_ids": x, "attention_mask": torch.ones_like(x)}, 3 * (x[:, 0] - 3) // (WORDS - 3)
 
 
 def pictures(name: str, size: int = 32) -> Callable[[torch.Generator], Batch]:
-    """Waves of several directions in noise."""
+    """Return noisy waves of several directions."""
 
     def batch(random: torch.Generator) -> Batch:
         y = torch.randint(0, CLASSES, (16,), generator=random)
@@ -92,7 +92,7 @@ def speech(random: torch.Generator) -> Batch:
 
 
 def captions(random: torch.Generator) -> Batch:
-    """Which text belongs to which picture."""
+    """Return texts and pictures that belong together."""
     images, y = pictures("pixel_values")(random)
     words = torch.full((len(y), 8), 2)
     words[:, 1:7] = 3 + 7 * y[:, None] + torch.randint(0, 7, (len(y), 6), generator=random)
@@ -106,7 +106,7 @@ def noise(random: torch.Generator) -> Batch:
 
 
 def nodes(random: torch.Generator) -> Batch:
-    """Two communities in random graphs of 12 nodes."""
+    """Return two communities in random graphs of 12 nodes."""
     y = torch.randint(0, 2, (8, 12), generator=random)
     chance = torch.where(y[:, None] == y[:, :, None], 0.7, 0.1)
     edges = (torch.rand(8, 12, 12, generator=random) < chance).float()

@@ -110,7 +110,7 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 def shares(opt: pb.KFAC) -> dict[str, float]:
-    """The shares of trained entries by kind of block."""
+    """Return the shares of trained entries by kind of block."""
     counts = dict.fromkeys(("kronecker", "units", "diagonal"), 0)
     for row in opt.coverage():
         block = row.block.partition(",")[0].partition(" ")[0]
@@ -136,7 +136,7 @@ def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
 
 
 def default(model: nn.Module) -> pb.KFAC:
-    """K-FAC without settings, at rate zero."""
+    """Return K-FAC without settings, at rate zero."""
     return pb.KFAC(model, STILL)
 
 
@@ -152,7 +152,7 @@ def load_libraries(device: torch.device) -> None:
 
 
 def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
-    """Peak bytes of twelve steps with each optimizer alone."""
+    """Return the peak bytes of twelve steps with each optimizer alone."""
     first_steps = {}
     for name, make in makers.items():
         gc.collect()
@@ -167,7 +167,7 @@ def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
 
 
 def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
-    """Coverage, times and memory of natural K-FAC and of `KFAC(model)`."""
+    """Return coverage, times and memory of natural K-FAC and of `KFAC(model)`."""
     sizes = FULL
     if quick:
         sizes = QUICK

@@ -46,7 +46,7 @@ def experiments(out: Path, width: int) -> RenderableType:
 
 
 def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Group:
-    """(name, what is known, sentence) as a line and a paragraph each, for narrow terminals."""
+    """Return (name, status, sentence) as a line and a paragraph each, for narrow terminals."""
     lines: list[RenderableType] = [Text(heading, style="bold underline")]
     for name, known, words in rows:
         facts = ", ".join(word for word in known if word not in ("", "–"))
@@ -133,14 +133,14 @@ QUICK: dict[str, float] = {
 
 
 def expected(name: str) -> float | None:
-    """Seconds of an experiment's quick version, by and large."""
+    """Return the approximate seconds of an experiment's quick version."""
     if name in QUICK:
-        return QUICK[name] * _slower()
+        return QUICK[name] * _measure_slowdown()
     return None
 
 
 @lru_cache(maxsize=1)
-def _slower() -> float:
+def _measure_slowdown() -> float:
     """How many times longer a short piece of work takes here: the best of three."""
 
     def once() -> float:
@@ -153,7 +153,7 @@ def _slower() -> float:
 
 
 def _do_reference_work() -> None:
-    """Some steps of a small network, and some linear algebra: what quick versions do."""
+    """Do a few steps of a small network and some linear algebra, as quick versions do."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10)).double()

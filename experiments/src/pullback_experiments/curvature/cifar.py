@@ -71,7 +71,7 @@ class InfluenceCIFAR(Experiment):
     def items(self, quick: bool) -> list[Item]:
         return [Item(("datamodeling",), partial(measure_datamodeling, self._sizes(quick)))]
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         if not self.sizes.is_generated and not data.available("cifar2.pt"):
             data.file("cifar10_train_a.npz")
 

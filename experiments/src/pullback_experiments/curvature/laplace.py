@@ -285,7 +285,7 @@ class LaplaceRegression(Experiment):
                 items.append(Item((name, str(number)), work))
         return items
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         if GENERATED not in self.sets:
             data.file("uci_bnn9.npz")
 
@@ -461,7 +461,7 @@ class LaplaceRotation(Experiment):
             reports["laplace-torch Kronecker"] = peer
         return reports
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         if not self.is_generated:
             data.file("fashion_mnist.npz")
 

@@ -140,7 +140,7 @@ class InfluenceMNIST(Experiment):
             Item(("convolutional",), partial(compare_convolutional, sized)),
         ]
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         if not self.is_generated:
             data.file("mnist.npz")
 

@@ -58,7 +58,7 @@ class InfluenceText(Experiment):
     def items(self, quick: bool) -> list[Item]:
         return [Item(("datamodeling",), partial(measure_datamodeling, self._sizes(quick)))]
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         if not self.sizes.is_generated:
             data.file(text.FILE)
 

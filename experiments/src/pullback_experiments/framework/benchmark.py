@@ -62,7 +62,7 @@ class Record:
     def on_device(
         cls, path: Path | None, device: torch.device | str, *, resume: bool = True
     ) -> Record:
-        """A record of results that depend on the machine alone."""
+        """Return a record of results that depend on the machine alone."""
         about = {"environment": describe_machine(torch.device(device))}
         return cls(path, about, resume=resume)
 
@@ -70,7 +70,7 @@ class Record:
         return name in self.results
 
     def put(self, name: str, result: Any) -> None:
-        """Keep a result, and write the file."""
+        """Add a result and write the file."""
         self.results[name] = result
         self.write()
 
@@ -92,7 +92,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's docstring, as it is written."""
+    """Return a parser whose help is the benchmark's docstring."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -24,7 +24,7 @@ def finite(value: float) -> float:
 
 
 def value_at(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    """y at the last x ≤ at: a run that ended keeps its last value.
+    """Return y at the last x ≤ at; a run that ended has its last value.
 
     >>> value_at([0, 2, 4], [9.0, 8.0, 7.0], 3), value_at([0, 2, 4], [9.0, 8.0, 7.0], 99)
     (8.0, 7.0)

@@ -13,12 +13,12 @@ from pullback.cli import environment as library
 
 
 def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What a reader needs to judge times and to repeat a run."""
+    """Return the versions and the machine that times depend on."""
     return {**library.describe_environment(device), "commit": commit()}
 
 
 def commit() -> str | None:
-    """The commit of the library's source, "-dirty" where it was changed; None outside of git."""
+    """Return the commit of the library's source, "-dirty" if changed; None outside of git."""
     source = Path(pullback.__file__)
     # an installed copy may lie inside somebody else's repository
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:

@@ -56,7 +56,7 @@ def run(
     if workers > 1:
         parallel.require_registered_name(experiment)  # raises before anything is done
     store = experiment.open_store(quick, make_folder(out))
-    chosen_seeds = experiment.chosen(seeds, quick)
+    chosen_seeds = experiment.choose_seeds(seeds, quick)
     plan = RunPlan(experiment, quick, chosen_seeds, store, checked_device)
     plan.do(console, seconds, workers, only)
     return plan.conclude(console)
@@ -113,7 +113,7 @@ class RunPlan:
             missing = [name for name in missing if words.intersection(name[0])]
         if not missing:
             return
-        self.experiment.ready(self.quick)
+        self.experiment.require_data(self.quick)
         deadline = None
         if seconds is not None:
             deadline = time.monotonic() + seconds

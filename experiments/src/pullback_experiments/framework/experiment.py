@@ -49,20 +49,20 @@ class Context:
     watch: Callable[[float, str], None] = field(default=lambda share, words: None)
 
     def folder(self) -> Path:
-        """The folder of checkpoints."""
+        """Return the folder of checkpoints."""
         self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         return self.checkpoint_folder
 
     @property
     def left(self) -> float:
-        """Seconds until the time is over, ∞ where there is no end."""
+        """Return the seconds until the time is over, ∞ without a limit."""
         if self.deadline is None:
             return math.inf
         return self.deadline - time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether the time is over: save a checkpoint and `raise Paused`."""
+        """Return True if the time is over: save a checkpoint and `raise Paused`."""
         return self.left <= 0
 
 
@@ -88,16 +88,16 @@ class Item:
     after: Sequence[Key] | None = None
 
     def applies(self, seed: int) -> bool:
-        """Whether it is to be done for this seed."""
+        """Return True if the item has to be done for this seed."""
         return self.seeds is None or seed in self.seeds
 
     @property
     def keeps_order(self) -> bool:
-        """Whether it has to wait for the items without a seed that stand before it."""
+        """Return True if the item waits for items without a seed that stand before it."""
         return self.once and self.after is None
 
     def run(self, context: Context) -> tuple[Record, float]:
-        """The record, from random numbers that depend on the seed alone, and the seconds it took.
+        """Return the record and its seconds; random numbers depend on the seed alone.
 
         Seconds before a pause count; they are kept beside the checkpoint.
         """
@@ -119,7 +119,7 @@ class Item:
 
 
 def _before(folder: Path) -> float:
-    """Seconds that a paused item had already taken."""
+    """Return the seconds that a paused item had taken."""
     try:
         return float((folder / "seconds").read_text())
     except (OSError, ValueError):
@@ -158,58 +158,58 @@ class Experiment(ABC):
 
     @abstractmethod
     def config(self, quick: bool) -> dict[str, Any]:
-        """Everything that results depend on, as JSON can hold it."""
+        """Return everything that results depend on, in types that JSON has."""
 
     @abstractmethod
     def items(self, quick: bool) -> Iterable[Item]:
-        """What there is to do; an item runs for every seed before the next seed starts."""
+        """Return the items; each one runs for every seed before the next seed starts."""
 
     @abstractmethod
     def judge(self, results: Results) -> list[Check]:
-        """The claims with their numbers; empty where this run cannot tell."""
+        """Return the claims with their numbers; none where this run cannot decide them."""
 
-    def ready(self, quick: bool) -> None:
-        """Refuse, before anything is done, where data are missing that a later item needs."""
+    def require_data(self, quick: bool) -> None:
+        """Raise, before anything is run, if data are missing that a later item needs."""
         return
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        """Figures by what is added to the experiment's name, "" for the only one."""
+        """Return figures by the suffix of their name, "" for the only one."""
         return {}
 
     def curves(self, results: Results) -> Sequence[Chart]:
-        """What a page draws itself, of all that is done: `results.of` may have fewer seeds."""
+        """Return the charts of all that is done; `results.of` may have fewer seeds."""
         return []
 
     def tables(self, results: Results) -> list[Table]:
-        """The numbers for people."""
+        """Return the tables of the report."""
         return []
 
     def verdict(self, checks: Sequence[Check]) -> Verdict | None:
-        """Reproduced, differs, or not reproduced, and why; by the paper's claims that hold."""
+        """Return "reproduced", "differs" or "not reproduced", and why."""
         return conclude(checks)
 
     def line(self, record: Record) -> str:
-        """What to say when an item is done."""
+        """Return one line about an item that is done."""
         return ""
 
     def smoke(self) -> Self:
-        """The same, so small that its quick version takes seconds: only to see that it runs."""
+        """Return a copy whose quick version takes seconds: it tests that the code runs."""
         return self
 
     def stem(self, quick: bool) -> str:
-        """The name of its files."""
+        """Return the name of its files."""
         if quick:
             return f"{self.name}-quick"
         return self.name
 
     def open_store(self, quick: bool, out: Path) -> Store:
-        """The results under a folder; refused where they are another's."""
+        """Return the results in a folder; refuse those of another experiment."""
         about = {k: getattr(self, k) for k in ("name", "paper", "figure", "claim", "about")}
-        about |= {"quick": quick, "seeds": self.chosen(None, quick)}
+        about |= {"quick": quick, "seeds": self.choose_seeds(None, quick)}
         path = out / f"{self.stem(quick)}.json"
         return Store(path, self.config(quick), about, self.open_parts)
 
-    def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
+    def choose_seeds(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
         """Return the seeds of a run: those asked for, or all of the version."""
         if seeds is not None:
             return list(dict.fromkeys(seeds))

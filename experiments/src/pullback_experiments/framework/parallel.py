@@ -59,7 +59,7 @@ class Job:
 
 
 def require_registered_name(experiment: Experiment) -> str:
-    """The name by which a process finds the experiment; refused where it would find another."""
+    """Return the name by which a process finds the experiment; refuse other names."""
     if experiment.name not in registry.names() or registry.find(experiment.name) is not experiment:
         raise PullbackError(
             f"{experiment.name} cannot run in several processes",
@@ -82,12 +82,12 @@ class Workers:
 
     @property
     def names(self) -> list[Name]:
-        """What is being worked on."""
+        """Return the names of the running items."""
         return list(self._running.values())
 
     @property
     def free(self) -> bool:
-        """Whether a process is idle."""
+        """Return True if a process is idle."""
         return len(self._running) < self.workers
 
     def start(self, job: Job) -> None:
@@ -184,13 +184,13 @@ def _run_item(job: Job) -> Sent:
 
 
 def rebuild_record(sent: tuple[Record, Arrays, float]) -> tuple[Record, float]:
-    """The record as it was made, and its seconds."""
+    """Return the record as it was made, and its seconds."""
     content, arrays, took = sent
     return records.join(content, arrays), took
 
 
 def describe_running(names: Sequence[Name]) -> str:
-    """A few words on what is being worked on.
+    """Return a few words on the running items.
 
     >>> describe_running([(("a", "b"), 0), (("a", "c"), 1)])
     '2 at work: a, b, seed 0; …'

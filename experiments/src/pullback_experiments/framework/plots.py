@@ -50,7 +50,7 @@ def _fixed_place(name: str) -> int | None:
 
 
 def assign_places(names: Iterable[str]) -> dict[str, int]:
-    """A place in the palette for each method; those without one of their own take what is free.
+    """Return a place in the palette for each method: its own one, or one that is free.
 
     >>> assign_places(["SGD", "Nyström", "Gauss–Newton"])
     {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
@@ -65,12 +65,12 @@ def assign_places(names: Iterable[str]) -> dict[str, int]:
 
 
 def has_fixed_place(name: str) -> bool:
-    """Whether the method has a place of its own."""
+    """Return True if the method has a place of its own."""
     return _fixed_place(name) is not None
 
 
 def choose_dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
-    """How a method's line is drawn.
+    """Return the dashes of a method's line.
 
     A greedy solve is dashed beside the full one, and an optimizer on a slice beside the plain one.
     So is invariant damping, and the arg-min search is dotted: they lie upon what they vary.
@@ -84,7 +84,7 @@ def choose_dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
 
 
 def assign_colors(names: Iterable[str]) -> dict[str, str]:
-    """The colors at these places."""
+    """Return the colors at these places."""
     return {name: PALETTE[index] for name, index in assign_places(names).items()}
 
 
@@ -118,7 +118,7 @@ def make_figure(width: float, height: float, title: str = "", dpi: int = 120) ->
 
 
 def format_axes(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
-    """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
+    """Set few ticks, a light grid and no box; axes are logarithmic unless said otherwise."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     scales = {True: "log", False: "linear"}

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a results file; refused where it is none."""
+    """Return the content of a results file; refuse other files."""
     state = read_json(path)
     if (version := state.get("format")) != FORMAT:
         why = f'its "format" is not {FORMAT!r}'
@@ -177,15 +177,15 @@ class Store:
         return len(self._runs)
 
     def seeds(self) -> list[int]:
-        """Those of which some item is done."""
+        """Return the seeds of which some item is done."""
         return sorted({seed for _, seed in self._runs if seed is not None})
 
     def took(self, name: Name) -> float | None:
-        """Seconds of an item, None where they are not known."""
+        """Return the seconds of an item, None where they are not known."""
         return self._runs[name]["took"]
 
     def record(self, name: Name) -> Record:
-        """What an item gave."""
+        """Return the record of an item."""
         run = self._runs[name]
         file = run.get("arrays")
         path = self.path
@@ -208,7 +208,7 @@ class Store:
     def put(
         self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
     ) -> None:
-        """Keep an item, on disk as well: its arrays first, then the file that names them."""
+        """Save an item: its arrays first, then the file that names them."""
         content, arrays = records.split(record)
         key, seed = name
         run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
@@ -241,7 +241,7 @@ class Store:
 
 
 def slug(name: Name) -> str:
-    """A file name for an item, unique although words are simplified.
+    """Return a unique file name for an item.
 
     >>> slug((("tanh MLP", "K-FAC, undamped"), 3))
     'tanh-mlp-k-fac-undamped-seed3-...'
@@ -272,7 +272,7 @@ def _verify(run: dict[str, Any], environments: int) -> None:
 
 
 def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as it comes back from a file."""
+    """Return the configuration as it would be read from a file."""
     content, arrays = records.split(config)
     if arrays:
         raise PullbackError(
@@ -286,7 +286,7 @@ def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def list_differences(
     old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]
 ) -> list[str]:
-    """What differs, by name."""
+    """Return what differs, by name."""
     out = []
     for key in sorted(old.keys() | new.keys()):
         one = old.get(key)
@@ -300,7 +300,7 @@ def list_differences(
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here, and keep others out.
+    """Wait until no other process uses the folder, and lock it meanwhile.
 
     The operating system locks the folder itself. No file is left, and the lock ends with the
     process, even a killed one. Windows and some network drives have no such locks: nothing is
@@ -313,14 +313,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def share_folder(folder: Path) -> Iterator[Callable[[], bool]]:
-    """While this process works in the folder beside others; a function: is it the last one?"""
+    """Share the folder with other processes; yield a function that says if this is the last."""
     with _open_folder(folder) as file:
         _acquire_lock(file, "share")
         yield lambda: _acquire_lock(file, "try")
 
 
 def _acquire_lock(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
-    """Whether the lock was not refused."""
+    """Return True unless the lock was refused."""
     if file is None or sys.platform == "win32":
         return True
     import fcntl
@@ -362,20 +362,20 @@ class Results:
         self._store = store
 
     def of(self, *key: str) -> list[Record]:
-        """The records of an item, in the order of the seeds it is done for."""
+        """Return the records of an item, in the order of the seeds it is done for."""
         return [self._store.record((key, s)) for s in self.seeds if (key, s) in self._store]
 
     def once(self, *key: str) -> Record:
-        """The record of an item that is done once for all seeds."""
+        """Return the record of an item that is done once for all seeds."""
         return self._store.record((key, None))
 
     def took(self, *key: str) -> list[float]:
-        """Seconds of an item, in the order of the seeds."""
+        """Return the seconds of an item, in the order of the seeds."""
         seconds = [self._store.took((key, seed)) for seed in self.seeds]
         return [t for t in seconds if t is not None]
 
     def has(self, *key: str, seed: int | None = None) -> bool:
-        """Whether an item is done for this seed, or once for all."""
+        """Return True if an item is done for this seed, or once for all."""
         return (key, seed) in self._store
 
 
@@ -391,7 +391,7 @@ _CONFIG = "configuration"
 
 @contextmanager
 def checkpoints(store: Store) -> Iterator[Path]:
-    """NAME.work beside NAME.json; refused where its checkpoints are of another configuration.
+    """Return NAME.work beside NAME.json; refuse checkpoints of another configuration.
 
     It goes once there are no checkpoints in it and no other process is about to write some.
     """

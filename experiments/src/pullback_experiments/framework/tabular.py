@@ -41,7 +41,7 @@ class Table:
         return [list(map(format_cell, row)) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For a terminal: where a cell would be cut off, rows stand one below the other."""
+        """Yield a table for a terminal; one that is too wide is written row below row."""
         table = self.rich()
         drawn = console.render_lines(table, options)
         cut = "".join(segment.text for segment in chain.from_iterable(drawn)).count("…")
@@ -57,7 +57,7 @@ class Table:
             yield Padding(Text("; ".join(f"{name}: {cell}" for name, cell in named)), (0, 0, 0, 3))
 
     def rich(self) -> RichTable:
-        """Columns and rules, at any width."""
+        """Return columns and rules, at any width."""
         # as texts, since brackets in a string would be markup
         table = RichTable(title_justify="left")
         if self.title:
@@ -93,7 +93,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def format_cell(cell: Cell) -> str:
-    """A cell in a few characters."""
+    """Return a cell in a few characters."""
     if cell is None:
         return "–"
     if isinstance(cell, float):

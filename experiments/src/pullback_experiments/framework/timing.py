@@ -25,7 +25,7 @@ def compare(
     patience: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds per route; the routes take turns, so that drift meets all of them.
+    """Return median seconds per route; routes take turns, so that drift affects all of them.
 
     A route that has used up `patience` seconds is not repeated any more. `time.process_time` as the
     clock counts the processor's seconds, which other programs on the machine do not lengthen.
@@ -49,7 +49,7 @@ def first_and_later(
     clock: Callable[[], float] = time.perf_counter,
     steps: int = 7,
 ) -> tuple[float, float]:
-    """Seconds of the first step of K-FAC and of a later one that takes statistics as well.
+    """Return the seconds of K-FAC's first step and of a later statistics step.
 
     Statistics are to be taken on every step and inverses as seldom as possible: then the first,
     second, fourth, eighth step and so on invert too. The last four others are the later ones.
@@ -78,7 +78,7 @@ def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 
 
 
 def peak_bytes(route: Callable[[], Any], device: torch.device) -> int:
-    """Peak device memory while the route runs; on the CPU the process's peak so far."""
+    """Return the peak device memory of a route; on the CPU the process's peak so far."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

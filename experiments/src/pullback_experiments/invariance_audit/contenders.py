@@ -28,7 +28,7 @@ def _kfac(damping: float | Damping, **options: Any) -> Callable[[nn.Module], Opt
 
 
 def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for matrices, and plain gradient steps for all other parameters."""
+    """Return Muon for matrices, and plain gradient steps for all other parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizers: list[Optimizer] = [
         torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)
@@ -40,7 +40,7 @@ def _muon(model: nn.Module) -> list[Optimizer]:
 
 
 def optimizers() -> list[Contender]:
-    """Those of the table, for the loss ½‖z − y‖²; a new one is one line here or in the caller."""
+    """Return the optimizers of the table, for the loss ½‖z − y‖²."""
     return [
         Contender(
             "SGD",

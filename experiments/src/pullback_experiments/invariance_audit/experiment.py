@@ -42,7 +42,7 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def contenders(net: str) -> list[Contender]:
-    """Those of the geometry's table, and SliceSGD where units may be rescaled."""
+    """Return the optimizers of the table, and SliceSGD where units may be rescaled."""
     first, *others = optimizers()
     sliced = Contender(
         SLICED,
@@ -251,7 +251,7 @@ def claims(records: GroupedRecords) -> list[Check]:
 
 
 def format_mismatch(value: float) -> str:
-    """A mismatch for people.
+    """Return a mismatch as a short text.
 
     >>> format_mismatch(0.00034), format_mismatch(float("inf"))
     ('3.4e-4', 'inf')
@@ -274,7 +274,7 @@ def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = T
 
 
 def _check_agreement(claim: str, rows: list[Row]) -> Check:
-    """Single steps only: along a run units saturate, and parameters become superfluous."""
+    """Check single steps: along a run units saturate, and parameters become superfluous."""
     pairs: list[tuple[float, float]] = []  # mismatch and round-off of a step
     for row in rows:
         sizes = [key.removeprefix("mismatch ") for key in row if "mismatch" in key]
@@ -287,7 +287,7 @@ def _check_agreement(claim: str, rows: list[Row]) -> Check:
 
 
 def worst(records: GroupedRecords, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
-    """The worst verdict over seeds, with the largest mismatch; None where there is none."""
+    """Return the worst verdict over seeds with the largest mismatch; None if there is none."""
     out: dict[tuple[str, str], tuple[Verdict, str] | None] = {}
     on_net = {name: rows for (where, name), rows in records.items() if where == net}
     for name, rows in on_net.items():

@@ -29,12 +29,12 @@ class Repeated(Experiment):
 
 
 def generator(seed: int) -> torch.Generator:
-    """Random numbers that no device and no other item changes."""
+    """Return a generator that no device and no other item changes."""
     return torch.Generator().manual_seed(seed)
 
 
 def normal(shape: Sequence[int], source: torch.Generator, device: torch.device) -> Tensor:
-    """Standard normal numbers, drawn on the CPU so that every device sees the same."""
+    """Return standard normal numbers, drawn on the CPU so that all devices have the same."""
     return torch.randn(*shape, generator=source, dtype=DTYPE).to(device)
 
 
@@ -69,7 +69,7 @@ def flat_start(dim: int, depth: int, scale: float, device: torch.device) -> Diag
 def descend(
     model: DiagonalNetwork, direction: Callable[[], tuple[Tensor, ...]], lr: float, steps: int
 ) -> Iterator[Tensor]:
-    """w ← w − lr·direction, the model itself; gives β after every step."""
+    """Yield β after every step w ← w − lr·direction, which changes the model."""
     for _ in range(steps):
         moves = direction()
         with torch.no_grad():
@@ -79,7 +79,7 @@ def descend(
 
 
 def last(path: Iterator[Tensor]) -> Tensor:
-    """The end of a descent."""
+    """Return β at the end of a descent."""
     *_, end = path
     return end
 
@@ -87,14 +87,14 @@ def last(path: Iterator[Tensor]) -> Tensor:
 def sample_descent(
     model: DiagonalNetwork, x: Tensor, y: Tensor, lr: float, steps: int
 ) -> Iterator[Tensor]:
-    """With the Fisher matrix averaged over the training samples; L and F both sums."""
+    """Descend with the Fisher matrix summed over the training samples; L is a sum too."""
     return descend(model, lambda: model.logistic_natural_gradient(x, y), lr, steps)
 
 
 def population_descent(
     model: DiagonalNetwork, x: Tensor, y: Tensor, lr: float, steps: int
 ) -> Iterator[Tensor]:
-    """With the Fisher matrix averaged over N(0, 1); L a mean."""
+    """Descend with the Fisher matrix averaged over N(0, 1); L is a mean."""
 
     def direction() -> tuple[Tensor, ...]:
         slopes = torch.sigmoid(-y * (x @ model.beta.detach()))

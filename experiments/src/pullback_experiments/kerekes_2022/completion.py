@@ -149,7 +149,7 @@ def _euclidean(depth: int, times: int, config: dict[str, Any], context: Context)
 
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
-    """F(β) = 1 as in the paper, and its split (1/L)A⁺∇B⁺; step sizes fall where factors do not."""
+    """Descend with F(β) = 1, as in the paper, and with its split (1/L)A⁺∇B⁺."""
     data = problem(config, context)
     out = []
     steps = []
@@ -211,12 +211,12 @@ def _measure_matrices(beta: Tensor, data: Observed) -> Record:
 
 
 def medians(results: Results, *key: str, name: str = "error") -> np.ndarray:
-    """By number of observations, over seeds."""
+    """Return medians over seeds, by number of observations."""
     return np.median([r[name] for r in results.of(*key)], 0)
 
 
 def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
-    """Figure 5's caption, and the search."""
+    """Return the checks of Figure 5's caption, and of the search."""
     depths = config["depths"]
     deep = {d: medians(results, "EGD", f"L={d}") for d in depths if d > 1}
     direct = medians(results, "EGD", "L=1")
@@ -264,7 +264,7 @@ def _claim_sooner(results: Results, deep: dict[int, np.ndarray], config: dict[st
 
 
 def _claim_control(results: Results, deep: dict[int, np.ndarray]) -> Claim:
-    """How far the start moves the errors, beside how far depth 1 → L does."""
+    """Compare how far start and depth move the errors."""
     gaps = [
         float(np.abs(medians(results, "EGD, collapsed start", f"L={d}") - deep[d]).mean())
         for d in (2, 3)
@@ -277,7 +277,7 @@ def _claim_control(results: Results, deep: dict[int, np.ndarray]) -> Claim:
 
 
 def find_best_error(results: Results, fisher: str, damped: bool) -> float:
-    """The smallest error of trials that fit the observations, median over seeds."""
+    """Return the least error of trials that fit the observations, median over seeds."""
 
     def of(record: Any) -> float:
         records = [
@@ -311,7 +311,7 @@ def _claim_damped(results: Results) -> Claim:
 
 
 def tables(results: Results, config: dict[str, Any]) -> list[Table]:
-    """Errors, and effective ranks."""
+    """Return the tables of errors and of effective ranks."""
     keys: list[tuple[str, tuple[str, ...]]] = [
         (f"EGD, L = {d}", ("EGD", f"L={d}")) for d in config["depths"]
     ]

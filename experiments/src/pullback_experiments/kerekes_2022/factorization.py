@@ -38,7 +38,7 @@ class Observed:
 
     @classmethod
     def of(cls, truth: Tensor, counts: Sequence[int], source: torch.Generator) -> Observed:
-        """The first n entries of one random order, for every n."""
+        """Return problems with the first n entries of one random order, for every n."""
         order = torch.randperm(truth.numel(), generator=source).to(truth.device)
         mask = torch.zeros(len(counts), truth.numel(), dtype=torch.bool, device=truth.device)
         for one, n in zip(mask, counts, strict=True):
@@ -171,7 +171,7 @@ FISHERS = ("all entries", "observed entries")
 
 
 def search(trials: int, steps: int, context: Context) -> Record:
-    """Random depth 2–3, learning rate, size of the start, damping; and EGD with L = 2, 3 beside."""
+    """Try random depths, rates, starts and dampings with NGD, and EGD with L = 2 and 3."""
     source = generator(20_000 + context.seed)
     data = PROBLEM.draw_truth(source)
     out = []
@@ -192,7 +192,7 @@ def _euclidean(depth: int, data: Observed, seed: int, steps: int) -> float:
 
 
 def _trial(number: int, data: Observed, source: torch.Generator) -> Record:
-    """One setting; half of the trials without damping, and half of either with either Fisher."""
+    """Run one setting; half of the trials have no damping, and half of each either Fisher."""
     draw = torch.rand(4, generator=source, dtype=torch.float64).tolist()
     damping = 0.0
     if number % 2 == 0:

@@ -207,7 +207,7 @@ def draw_planar(
     depths: Sequence[int],
     points: Callable[[int, torch.device], tuple[Tensor, Tensor]],
 ) -> Figure:
-    """The first seed's points with EGD's and NGD's separators; directions over all seeds."""
+    """Draw the first seed's points and separators, and the directions over all seeds."""
     figure = plots.make_figure(
         15, 4.6, "Separable points of the plane: depth turns EGD, and not NGD"
     )
@@ -267,7 +267,7 @@ def _separator(axes: Axes, beta: Sequence[float], color: str, name: str, width: 
 
 
 def draw_sparse(results: Results, config: dict[str, Any]) -> Figure:
-    """Means over seeds on the left; the first seed in the other panels."""
+    """Draw means over seeds on the left, and the first seed in the other panels."""
     dim = config["dim"]
     nonzero = config["nonzero"]
     if len(results.seeds) == 1:
@@ -342,7 +342,7 @@ def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
 
 
 def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
-    """Medians and quartiles over seeds."""
+    """Draw medians and quartiles over seeds."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     size = config["size"]

@@ -123,7 +123,7 @@ class Sparse(Repeated):
 
 
 def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor]]:
-    """The first N samples of one data set, for every N."""
+    """Return the first N samples of one data set, for every N."""
     source = generator(context.seed)
     counts = config["samples"]
     x, y = sparse(max(counts), config["dim"], config["nonzero"], source, context.device)
@@ -234,12 +234,12 @@ def _population(config: dict[str, Any], context: Context) -> Record:
 
 
 def means(results: Results, *key: str, row: int = 0) -> np.ndarray:
-    """Accuracy by N, averaged over seeds."""
+    """Return the accuracy by N, averaged over seeds."""
     return np.mean([r["accuracy"][row] for r in results.of(*key)], 0)
 
 
 def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
-    """The claims of figure 4's caption and section 3.1."""
+    """Return the checks of figure 4's caption and section 3.1."""
     counts = np.array(config["samples"])
     depths = config["depths"]
     dim = config["dim"]
@@ -313,7 +313,7 @@ def _claim_logits(results: Results) -> Claim:
 
 
 def share(beta: Any, nonzero: int) -> float:
-    """The part of ‖β‖₁ on the true support."""
+    """Return the part of ‖β‖₁ on the true support."""
     size = np.abs(np.asarray(beta))
     return float(size[:nonzero].sum() / size.sum())
 
@@ -338,7 +338,7 @@ def _least_squares(results: Results, natural: np.ndarray, few: np.ndarray) -> Cl
 
 
 def _late(results: Results) -> str:
-    """How many flows ended at a larger loss than the others, where any did."""
+    """Return a remark on flows that ended at a larger loss than the others, or ""."""
     levels = [
         np.asarray(r["arrived"]) < r["levels"][-1] for r in results.of("EGD") if "arrived" in r
     ]
@@ -353,7 +353,7 @@ def _late(results: Results) -> str:
 
 
 def table(results: Results, config: dict[str, Any]) -> Table:
-    """Accuracies in percent."""
+    """Return the accuracies in percent."""
 
     def line(name: str, values: Sequence[float]) -> list[str]:
         return [name, *(f"{100 * v:.1f}" for v in values)]

@@ -114,7 +114,7 @@ class Support(Repeated):
 
 
 def _shares(samples: int, ratio: float, context: Context) -> Record:
-    """Samples whose margin is the smallest: of the ℓ2 margin, and of NGD after 400 steps."""
+    """Return the shares of samples of least margin, by ℓ2 margin and by NGD after 400 steps."""
     source = generator(context.seed)
     dim = round(ratio * samples)
     x = normal((samples, dim), source, context.device)

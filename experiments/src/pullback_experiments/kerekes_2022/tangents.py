@@ -159,7 +159,7 @@ def _compute_difference_quotient(model: DeepMatrix, moves: Sequence[Tensor], lr:
 
 
 def draw(results: Results, depths: Sequence[int]) -> Figure:
-    """The first seed; blue and red are moves of either sign, relative to the observed entry's."""
+    """Draw the moves of the first seed, blue or red by sign, relative to the observed entry's."""
     title = "How entries of an 11×11 product of L factors move when the middle one is observed"
     figure = plots.make_figure(9.6, 2.3 * len(depths) + 0.5, title)
     grid = figure.subplots(len(depths), 4, squeeze=False)

@@ -132,7 +132,7 @@ def _run_pair(net: Net, method: TwinMethod, steps: int, context: Context) -> dic
 
 
 def main_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
-    """The largest mismatch over steps, seeds and variants, and the worst condition."""
+    """Return the largest mismatch over steps, seeds and variants, and the worst condition."""
     rows = []
     for net in nets:
         mismatches = [_worst(records[net.name, group]) for group in GROUPS]
@@ -141,7 +141,7 @@ def main_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
 
 
 def exhibit_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
-    """Where theory says no, or yes by a hair."""
+    """Return the cases that theory excludes, and those that it barely includes."""
     rows = []
     for net in nets:
         before = max(r.mismatch[0] for r in records[net.name, UNDAMPED])
@@ -167,7 +167,7 @@ def _condition(records: GroupedRecords, net: Net) -> float:
 
 
 def charts(records: GroupedRecords, nets: Sequence[Net]) -> list[Chart]:
-    """One for each network."""
+    """Return one chart per network."""
     return [_chart(net, records) for net in nets]
 
 
@@ -199,7 +199,7 @@ def _summarize_curves(records: Sequence[TwinRun]) -> Line:
 
 
 def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
-    """One panel per network."""
+    """Draw one panel per network."""
     columns = 3
     rows = math.ceil(len(nets) / columns)
     title = "A network and its affinely reparametrized twin, trained alike"
@@ -247,7 +247,7 @@ _KFAC = (UNDAMPED, INVARIANT)
 
 
 def claims(records: GroupedRecords) -> list[Check]:
-    """The theorems on pairs of networks, and what lies just outside of them."""
+    """Return the checks of the theorems on pairs of networks, and of cases just outside of them."""
     verdicts = [
         _claim_all_same("K-FAC without damping, KL clip", _runs_of_group(records, UNDAMPED)),
         _claim_all_same("K-FAC with invariant damping", _runs_of_group(records, INVARIANT)),
@@ -273,7 +273,7 @@ def claims(records: GroupedRecords) -> list[Check]:
 
 
 def select_sound(records: Iterable[TwinRun]) -> list[TwinRun]:
-    """Those whose factors are conditioned well enough to ask for nine digits."""
+    """Return the pairs whose factors are conditioned well enough for nine digits."""
     limit = LEVELS.sound_condition
     return [r for r in records if r.condition is not None and r.condition <= limit]
 

@@ -119,7 +119,7 @@ class TwinRun:
 
     @property
     def worst(self) -> float:
-        """The largest mismatch after a step."""
+        """Return the largest mismatch after a step."""
         return max(self.mismatch[1:])
 
 

@@ -188,7 +188,7 @@ def _convnet(padding: int, *, explicit: bool = False) -> nn.Sequential:
 
 
 def _targets(likelihood: likelihoods.Likelihood, z: Tensor, generator: torch.Generator) -> Tensor:
-    """What a teacher with outputs z would say."""
+    """Return targets drawn from a teacher with outputs z."""
     if isinstance(likelihood, likelihoods.Gaussian):
         return z + 0.1 * _normal(tuple(z.shape), generator)
     return likelihood.sample(z, generator)
@@ -295,7 +295,7 @@ def _recurrent_pair(**options: bool) -> Callable[[int], TwinPair]:
 
 
 def _output_pair(metric: str) -> Callable[[int], TwinPair]:
-    """Gauss–Newton: the twin's outputs are Ωy + γ, and its loss undoes it.
+    """Return a pair for Gauss–Newton: the twin's outputs are Ωy + γ, and its loss inverts this.
 
     "euclidean" measures the twin's outputs in its own coordinates, "carried" carries the metric
     over, "inner" changes no output.
@@ -322,7 +322,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
 
 
 def _pull_back_metric(change: AffineChange) -> metrics.Metric:
-    """½‖y‖² of the old outputs, as a potential of the new ones."""
+    """Return the metric of ½‖y‖² of the old outputs, as a function of the new ones."""
     back = change.inverse()
     return metrics.Bregman(lambda z: 0.5 * (back.matrix @ z + back.shift).square().sum())
 

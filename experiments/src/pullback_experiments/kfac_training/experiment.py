@@ -205,33 +205,33 @@ GroupedRecords = Mapping[str, Sequence[Record]]
 
 
 def final(records: Sequence[Record]) -> float:
-    """The median over seeds of the last training loss, ∞ where it was lost."""
+    """Return the median over seeds of the last training loss, ∞ for a lost run."""
     return median(finite(r["train loss"][-1]) for r in records)
 
 
 def first_order(records: GroupedRecords) -> list[str]:
-    """The others: SGD, and Adam or AdamW."""
+    """Return the methods other than K-FAC: SGD, and Adam or AdamW."""
     return [name for name in records if name != KRONECKER]
 
 
-def mark(records: GroupedRecords) -> float:
-    """The best loss that the first-order methods end with."""
+def find_best_rival_loss(records: GroupedRecords) -> float:
+    """Return the best loss that the first-order methods end with."""
     return min(final(records[name]) for name in first_order(records))
 
 
 def find_median_time(records: Sequence[Record], level: float, along: str) -> float:
-    """The median over seeds of steps or seconds until a loss is reached, ∞ where it never is."""
+    """Return the median over seeds of steps or seconds to a loss, ∞ if it is not reached."""
 
-    def one(record: Record) -> float:
+    def find_time(record: Record) -> float:
         pairs = zip(record["train loss"], record[along], strict=True)
         return next((float(at) for loss, at in pairs if loss <= level), math.inf)
 
-    return median(one(r) for r in records)
+    return median(find_time(r) for r in records)
 
 
 def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> list[Claim]:
-    """So many times fewer steps, and less time."""
-    level = mark(records)
+    """Return the checks of how many times fewer steps, and less time, K-FAC takes."""
+    level = find_best_rival_loss(records)
     out = []
     rivals = first_order(records)
     for along, what, share in (("step", "fewer steps", fewer), ("seconds", "less time", less)):
@@ -249,8 +249,8 @@ def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> li
 
 
 def table(records: GroupedRecords, describe: Callable[[Mapping[str, float]], str]) -> Table:
-    """Every method with its settings, ends and times."""
-    level = mark(records)
+    """Return every method with its settings, last losses and times."""
+    level = find_best_rival_loss(records)
     rows = []
     for name, runs in records.items():
         test_loss = median(finite(r["test loss"][-1]) for r in runs)
@@ -280,7 +280,7 @@ _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 
 def draw(records: GroupedRecords, title: str) -> Figure:
-    """Medians and quartiles over seeds; a line at the best loss of the first-order methods."""
+    """Draw medians and quartiles over seeds; a line marks the best first-order loss."""
     figure = plots.make_figure(13, 4.2, f"{title}: medians and quartiles")
     panels = figure.subplots(1, len(_PANELS))
     colors = plots.assign_colors(records)
@@ -290,7 +290,13 @@ def draw(records: GroupedRecords, title: str) -> Figure:
             ys = [r[measure] for r in runs]
             plots.plot_band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
-            axes.axhline(mark(records), color=plots.INK, lw=0.9, ls=":", label="best of the others")
+            axes.axhline(
+                find_best_rival_loss(records),
+                color=plots.INK,
+                lw=0.9,
+                ls=":",
+                label="best of the others",
+            )
         _scale_losses(axes, records, measure)
         plots.label(axes, _NAMES[along], measure.replace("train", "training"))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
@@ -305,4 +311,4 @@ def _scale_losses(axes: Axes, records: GroupedRecords, measure: str) -> None:
     is_wide = max(losses) > 20 * min(losses)  # below, a logarithmic axis would have no tick
     plots.format_axes(axes, logy=is_wide)
     if not is_wide:  # the start is far above what matters
-        axes.set_ylim(top=min(axes.get_ylim()[1], 3 * mark(records)))
+        axes.set_ylim(top=min(axes.get_ylim()[1], 3 * find_best_rival_loss(records)))

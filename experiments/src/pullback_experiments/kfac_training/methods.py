@@ -42,7 +42,7 @@ class TunedMethod:
     rivals: Sequence[str] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Everything a run depends on."""
+        """Return everything a run depends on."""
         if self.rivals:
             rivals = {"rivals": list(self.rivals)}
         else:
@@ -50,7 +50,7 @@ class TunedMethod:
         return {"grid": [dict(s) for s in self.grid], **self.common, **rivals}
 
     def best(self, scores: Sequence[float], mark: float) -> Settings:
-        """Of the grid, by the losses at the ends and the least one of the rivals."""
+        """Return the setting of the grid with the best end, given the least loss of the rivals."""
         order = range(len(self.grid))
         enough = [i for i in order if self.rivals and scores[i] <= mark]
         if not enough:
@@ -61,28 +61,28 @@ class TunedMethod:
     def on(
         self, model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings
     ) -> Optimizer:
-        """The optimizer of a model."""
+        """Return the optimizer of a model."""
         options = {k: v for k, v in settings.items() if k not in OF_THE_RUN}
         return self.build(model, likelihood, seed, {**options, **self.common})
 
 
 def sgd(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
-    """With Nesterov's momentum."""
+    """Return SGD with Nesterov's momentum."""
     return torch.optim.SGD(model.parameters(), nesterov=True, **settings)
 
 
 def adam(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
-    """Adam."""
+    """Return Adam."""
     return torch.optim.Adam(model.parameters(), **settings)
 
 
 def adamw(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
-    """Adam with decoupled weight decay."""
+    """Return Adam with decoupled weight decay."""
     return torch.optim.AdamW(model.parameters(), **settings)
 
 
 def kfac(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> KFAC:
-    """K-FAC in the Fisher metric of the likelihood."""
+    """Return K-FAC in the Fisher metric of the likelihood."""
     return natural_kfac(model, likelihood=likelihood, seed=seed, **settings)
 
 

@@ -54,7 +54,7 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) ↦ the same; a place sees those before it."""
+        """(N, T, width) ↦ the same; a position attends to those before it."""
         n, t, d = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -82,13 +82,13 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._begin(depth)
+        self._initialize(depth)
         if tied:
             self.head.weight = self.tokens.weight
 
     @torch.no_grad()
-    def _begin(self, depth: int) -> None:
-        """GPT-2's start: what is added to the stream becomes smaller with the depth."""
+    def _initialize(self, depth: int) -> None:
+        """Initialize as GPT-2: what is added to the residual stream is smaller in deep networks."""
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
                 m.weight.normal_(std=0.02)
@@ -134,7 +134,7 @@ class TrainingTask:
     layout: torch.memory_format = torch.preserve_format
 
     def describe(self) -> dict[str, Any]:
-        """What a run depends on beside the title, where it is not as of most tasks."""
+        """Return options other than those of most tasks."""
         description: dict[str, Any] = {"task": self.title}
         if self.evaluated != TrainingTask.evaluated:
             description["evaluated"] = self.evaluated
@@ -147,7 +147,7 @@ class TrainingTask:
         return description
 
     def build_parts(self, quick: bool, device: torch.device) -> tuple[nn.Module, DataSet]:
-        """The network at its initial weights, and the data."""
+        """Return the network at its initial weights, and the data."""
         network, samples = self.full
         if quick:
             network, samples = self.quick
@@ -155,7 +155,7 @@ class TrainingTask:
         return model.to(device=device, memory_format=self.layout), samples().to(device)
 
     def run(self, samples: DataSet) -> dict[str, Any]:
-        """How the loop is to go: arguments of `fit`."""
+        """Return options of `TrainingOptions` for these samples."""
         schedule = schedules.linear
         if self.warm:
             schedule = schedules.add_warmup(schedule, self.warm)
@@ -179,24 +179,24 @@ def bernoulli(z: Tensor, y: Tensor) -> Tensor:
 
 
 def categorical(z: Tensor, y: Tensor) -> Tensor:
-    """−log likelihood of a token, (N, T, vocabulary) and (N, T): a sample is one place."""
+    """−log likelihood of a token, (N, T, vocabulary) and (N, T): a sample is one position."""
     return F.cross_entropy(z.flatten(0, -2), y.flatten())
 
 
 def _itself(load: Callable[[], DataSet]) -> DataSet:
-    """Images as vectors, which are to be given back."""
+    """Return data whose targets are the images themselves, as vectors."""
     images = load().flat()
     return replace(images, y=images.x, test_y=images.test_x)
 
 
 def _clothes() -> DataSet:
-    """10,000 and 10,000 pictures of 14×14: means over squares of four pixels."""
+    """Return 10,000 and 10,000 pictures of 14×14: means over squares of four pixels."""
     images = data.fashion_mnist().first(10_000, 10_000)
     return replace(images, x=F.avg_pool2d(images.x, 2), test_x=F.avg_pool2d(images.test_x, 2))
 
 
 def large_digits(train: int = 640, side: int = 32) -> DataSet:
-    """Digits as colored images, of 32×32 unless said otherwise."""
+    """Return digits as colored images, of 32×32 unless said otherwise."""
     images = data.digits(train).first(train, 256)
     x, test_x = (F.interpolate(t, side).expand(-1, 3, -1, -1) for t in (images.x, images.test_x))
     return replace(images, x=x, test_x=test_x)

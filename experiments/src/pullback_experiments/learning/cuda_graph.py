@@ -35,11 +35,11 @@ class Captured:
 
     @property
     def ready(self) -> bool:
-        """Whether it is captured."""
+        """Return True if the graph is captured."""
         return self._graph is not None
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        """The work on this batch."""
+        """Run the work on this batch."""
         if self._static_inputs is None or self._stream is None:
             self._static_inputs = (x.clone(), y.clone())
             self._stream = torch.cuda.Stream(x.device)
@@ -61,7 +61,7 @@ class Captured:
 
 
 def capture_step(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
-    """Gradient and step, captured as far as the optimizer lets it.
+    """Return gradient and step, captured as far as the optimizer allows.
 
     With `fixed` rates the step is captured too, with the rates that it has at first; the optimizer
     must then not look at values from the host. Otherwise the gradient alone is. K-FAC has its own
@@ -89,17 +89,17 @@ class _Gradients:
         self._filled: list[Tensor | None] | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        """One step on this batch."""
+        """Take one step on this batch."""
         if isinstance(self._optimizer, KFAC) and self._optimizer.statistics_due:
             self._gradient(x, y)
         else:
             self._optimizer.zero_grad()
             self._captured(x, y)
-            self._point()
+            self._attach_gradients()
         self._optimizer.step()
 
-    def _point(self) -> None:
-        """A replay fills the gradients that were captured, so that the parameters are to have."""
+    def _attach_gradients(self) -> None:
+        """Give the parameters the captured gradients, which a replay fills."""
         if not self._captured.ready:
             return
         if self._filled is None:

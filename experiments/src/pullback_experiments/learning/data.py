@@ -56,12 +56,12 @@ class DataSet:
     classes: tuple[str, ...] = ()
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> DataSet:
-        """The same elsewhere; the type is that of the images."""
+        """Return the data on a device; the dtype is that of the images."""
         x, test = (t.to(device, dtype) for t in (self.x, self.test_x))
         return DataSet(x, self.y.to(device), test, self.test_y.to(device), self.classes)
 
     def first(self, train: int, test: int | None = None) -> DataSet:
-        """The first so many of each."""
+        """Return the first samples of both sets."""
         if test is None:
             test = train
         tensors = self.x[:train], self.y[:train], self.test_x[:test], self.test_y[:test]
@@ -73,7 +73,7 @@ class DataSet:
 
 
 def file(name: str) -> Path:
-    """A file of the folder; refused with what to set and where to get it."""
+    """Return a file of the folder; if it is missing, raise with what to set and where to get it."""
     folder = os.environ.get(VARIABLE)
     path = Path(folder or "data") / name
     if not path.is_file():
@@ -92,7 +92,7 @@ def file(name: str) -> Path:
 
 
 def available(name: str) -> bool:
-    """Whether a file of the folder is there."""
+    """Return True if a file of the folder is there."""
     try:
         return file(name).is_file()
     except PullbackError:

@@ -21,7 +21,7 @@ _STD = (0.2675, 0.2565, 0.2761)
 
 
 def require_known_dataset(dataset: str) -> str:
-    """The name of a data set that is known here."""
+    """Return the name of a data set that is known here; refuse others."""
     if dataset not in CLASSES:
         raise PullbackError(
             f"There is no data set {dataset!r}",
@@ -33,7 +33,7 @@ def require_known_dataset(dataset: str) -> str:
 
 @lru_cache(maxsize=2)
 def load(dataset: str, sheets: int | None = None) -> DataSet:
-    """CIFAR-10, or CIFAR-100 from `cifar100.npz`, normalized; kept, since decoding takes seconds.
+    """Return normalized CIFAR-10 or CIFAR-100; cached, since decoding takes seconds.
 
     Args:
         dataset: "cifar10", "cifar100", or "generated", a hundred made-up images. `cifar100.npz`
@@ -84,7 +84,7 @@ class CropAndFlip:
 
     @classmethod
     def of(cls, x: Tensor) -> CropAndFlip:
-        """For images of which some have black pixels: the least value of each channel."""
+        """Return the augmentation for images; the fill is the least value of each channel."""
         return cls(x.amin((0, 2, 3)))
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:

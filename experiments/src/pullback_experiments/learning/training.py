@@ -161,7 +161,7 @@ class _Loop:
 
     @property
     def lost(self) -> bool:
-        """Whether the loss is no longer a number."""
+        """Return True if the loss is no longer a number."""
         return not math.isfinite(self.record["train loss"][-1])
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -179,7 +179,7 @@ class _Loop:
             yield images, y[index]
 
     def advance(self) -> float:
-        """One epoch; its seconds."""
+        """Train for one epoch and return its seconds."""
         self.model.train()
         total = self.options.epochs * self._count
         synchronize(self.context.device)
@@ -205,7 +205,7 @@ class _Loop:
         return value
 
     def note(self, evaluation: Evaluation, seconds: float) -> None:
-        """One more entry."""
+        """Record the measures after an epoch."""
         before = self.record.get("seconds", [0.0])[-1]
         rate = self.optimizer.param_groups[0]["lr"]
         entry = {"epoch": self.epoch, "step": self.step, "seconds": before + seconds, "lr": rate}
@@ -215,7 +215,9 @@ class _Loop:
     # --- checkpoints -------------------------------------------------------------------------
 
     def save(self, last: float) -> None:
-        """A checkpoint now and then, and where the next epoch would not fit: then pause."""
+        """Write a checkpoint from time to time; if the next epoch would not fit, write one and
+        pause.
+        """
         over = self.epoch < self.options.epochs and self.context.left < last
         if not over and time.monotonic() - self._saved < self._wait:
             return
@@ -239,7 +241,7 @@ class _Loop:
             raise Paused
 
     def restore(self) -> bool:
-        """Go on from the checkpoint; whether there is one."""
+        """Load the checkpoint; return False if there is none."""
         path = self.context.checkpoint_folder / "training.pt"
         if not path.exists():
             return False
@@ -262,7 +264,7 @@ class _Loop:
 
 
 def accuracy(z: Tensor, y: Tensor) -> Tensor:
-    """The share of samples, or of their places, whose largest output is the right one."""
+    """Return the share of samples, or of their positions, whose largest output is the right one."""
     return (z.argmax(-1) == y).double().mean()
 
 
@@ -278,7 +280,7 @@ class Evaluation:
 
     @torch.no_grad()
     def now(self) -> dict[str, float]:
-        """Every measure on the training and the test set."""
+        """Return every measure on the training and the test set."""
         training = self.model.training
         self.model.eval()
         d = self.data
@@ -304,7 +306,7 @@ class Evaluation:
 
 
 def autocast(x: Tensor, half: torch.dtype | None) -> Any:
-    """Lower precision where a dtype is given."""
+    """Return a context of lower precision, if a dtype is given."""
     if half:
         return torch.autocast(x.device.type, half)
     return nullcontext()
@@ -312,7 +314,7 @@ def autocast(x: Tensor, half: torch.dtype | None) -> Any:
 
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices in TF32 while it lasts, on CUDA."""
+    """On CUDA, form products of float32 matrices in TF32 inside."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -173,7 +173,7 @@ def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
 def solve_setup(
     tuned_setup: pde.Setup, options: dict[str, Any], seconds: float, context: Context
 ) -> Record:
-    """So many seconds of steps, unless the run ends before; it goes on from its checkpoint."""
+    """Run for so many seconds of steps, from the checkpoint if there is one."""
 
     def watch(run: pde.Run, info: Any) -> bool:
         context.watch(min(run.history.spent / seconds, 1.0), f"error {run.error:.1e}")
@@ -204,7 +204,7 @@ _ALONG = {"seconds": "seconds of steps", "step": "steps"}
 
 
 def charts(records: GroupedRecords, targets: Mapping[str, float]) -> list[Chart]:
-    """One for each."""
+    """Return one chart per set-up."""
     out = []
     for problem, by_method in records.items():
         series = []
@@ -219,7 +219,7 @@ def charts(records: GroupedRecords, targets: Mapping[str, float]) -> list[Chart]
 
 
 def draw(records: GroupedRecords, targets: Mapping[str, float]) -> Figure:
-    """Medians and quartiles over seeds; a line at what others report."""
+    """Draw medians and quartiles over seeds; a line marks what others report."""
     columns = min(4, len(records))
     rows = math.ceil(len(records) / columns)
     figure = plots.make_figure(
@@ -253,7 +253,7 @@ GroupedRecords = Mapping[str, Mapping[str, Sequence[Record]]]
 def claims(
     records: GroupedRecords, targets: Mapping[str, float], missed: Collection[str] = ()
 ) -> list[Check]:
-    """Ahead of first-order methods, which is ours; where there is a target, as good as reported."""
+    """Return the checks: better than first-order methods, and as good as reported errors."""
     out = [replace(_ahead(records), recorded=not set(missed) & records.keys())]
     for problem, by in records.items():
         if problem in targets:
@@ -263,18 +263,18 @@ def claims(
 
 
 def final(records: Sequence[Record]) -> float:
-    """The median over seeds of the last error, ∞ where it was lost."""
+    """Return the median over seeds of the last error, ∞ for a lost run."""
     return median(finite(r["error"][-1]) for r in records)
 
 
 def find_median_seconds(records: Sequence[Record], target: float) -> float:
-    """The median over seeds of the seconds until an error was at most this, ∞ where never."""
+    """Return the median over seeds of the seconds to an error, ∞ if it is not reached."""
 
-    def one(record: Record) -> float:
+    def find_time(record: Record) -> float:
         pairs = zip(record["error"], record["seconds"], strict=True)
         return next((t for e, t in pairs if e <= target), math.inf)
 
-    return median(one(r) for r in records)
+    return median(find_time(r) for r in records)
 
 
 def _ahead(records: GroupedRecords) -> Check:

@@ -33,7 +33,7 @@ class PdeMethod:
     rates: Sequence[float] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Everything a run depends on."""
+        """Return everything a run depends on."""
         return {"about": self.about, "rates": list(self.rates)}
 
 
@@ -46,7 +46,7 @@ def _natural(greedy: int | None = None) -> dict[str, Any]:
 
 
 def _torch(build: Callable[..., Optimizer], **settings: Any) -> dict[str, Any]:
-    """Without solver, step and patience: a loss that rises for a while is no reason to stop."""
+    """Return options without solver, step and patience, as losses may rise for a while."""
 
     def optimizer(module: nn.Module) -> Optimizer:
         return build(module.parameters(), **settings)
@@ -90,7 +90,7 @@ ADAM = "Adam"
 
 
 def title(method: str) -> str:
-    """A method's name for readers; records keep their own."""
+    """Return a method's name for readers; records have their own."""
     if method == GAUSS_NEWTON:
         return "Natural gradient"
     return method

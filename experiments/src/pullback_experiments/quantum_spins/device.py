@@ -157,7 +157,7 @@ class Training:
         self._run: vmc.Minimization | None = None
 
     def _rate(self, step: int) -> float:
-        """The learning rate of a step, from the seconds that all calls have spent so far."""
+        """Return the learning rate of a step, from the seconds of all calls so far."""
         seconds = 0.0
         if self._run is not None:
             seconds = self._run.history.spent
@@ -278,7 +278,7 @@ def measure_state(
     configurations: Tensor,
     evaluation: vmc.EvaluationOptions,
 ) -> dict[str, float]:
-    """The energy from chains that go on from these configurations, (chains, sites)."""
+    """Return the energy from chains that continue from these configurations, (chains, sites)."""
     start = time.perf_counter()
     hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
     count = len(configurations)
@@ -329,7 +329,7 @@ class Measured:
 
 
 def measure(calculate: Callable[[], Tensor], device: torch.device, repeats: int = 5) -> Measured:
-    """The fastest of some repetitions after an uncounted one, and the peak above the start."""
+    """Return the fastest of some repetitions after a warm-up, and the rise of the peak memory."""
     direction = calculate()
     seconds = []
     peak = 0
@@ -379,7 +379,7 @@ def stored_direction(
 def structured_direction(
     optimizer: NaturalGradient, model: torch.nn.Module, samples: Tensor, cotangents: Tensor
 ) -> Tensor:
-    """The same by the library: the kernel from the layers' inputs and cotangents."""
+    """Return the library's direction: its kernel is formed from the layers' inputs."""
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -486,7 +486,7 @@ def compare_steps(options: Options, device: torch.device) -> dict[str, Any]:
 
 
 def look(options: Options, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Some seconds of training with these options: energies, variances, stages and round-off."""
+    """Train for some seconds and print energies, variances, stages and round-off."""
     hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
     network = build_network(options, device)
     start = time.perf_counter()

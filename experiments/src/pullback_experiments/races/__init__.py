@@ -62,7 +62,7 @@ VISION = {
 
 
 def _keep_larger_rates(entrants: dict[str, Entrant]) -> dict[str, Entrant]:
-    """The larger rates, since runs are short."""
+    """Return the larger rates, since runs are short."""
     return {name: Entrant(e.rates[-2:], e.settings) for name, e in entrants.items()}
 
 

@@ -104,7 +104,7 @@ class BracketedRace(Race):
         return Item((task, name), work, seeds=entrant.seeds, after=after)
 
     def _search_rate(self, task: str, name: str, context: Context) -> Record:
-        """Every rate of a bracket; a run that is done is kept although the time is over."""
+        """Run every rate of a bracket; a finished run is kept although the time is over."""
         start = self._entrants(context.quick)[name].rates[0]
         context = replace(context, seed=self.search_seed)
         train = partial(self._train_once, task, name, context)
@@ -112,7 +112,7 @@ class BracketedRace(Race):
         return {"method": name, "lr": _best(runs)["lr"], "runs": runs}
 
     def _train_once(self, task: str, name: str, context: Context, rate: float) -> Record:
-        """The run of a search at one rate, from its checkpoint if there is one."""
+        """Run the search at one rate, from its checkpoint if there is one."""
         path = context.checkpoint_folder / f"rate-{rate:g}.json"
         if path.exists():
             return json.loads(path.read_text("utf-8"))
@@ -123,19 +123,19 @@ class BracketedRace(Race):
         return record
 
     def _train_fixed(self, task: str, name: str, share: float, context: Context) -> Record:
-        """A run at the rate that the entrant comes with."""
+        """Run at the entrant's own rate."""
         rate = self._entrants(context.quick)[name].rates[0]
         return self._run(task, name, rate, share, context)
 
     def _train_at_found_rate(self, task: str, name: str, context: Context) -> Record:
-        """A run at the best rate; that of the search's seed is there already."""
+        """Run at the best rate; the search's run is used for its seed."""
         search = context.finished.once(*_search_key(task, name))
         if context.seed == self.search_seed:
             return _best(search["runs"])
         return self._run(task, name, search["lr"], 1.0, context)
 
     def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
-        """Leave out entrants with one or two seeds: they are rows of the table alone."""
+        """Return the records without entrants that have only one or two seeds."""
         entrants = self._entrants(results.quick)
         too_few = [n for n, e in entrants.items() if e.seeds is not None and len(e.seeds) < 3]
         records = self._group_records(results, task)

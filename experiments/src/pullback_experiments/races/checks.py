@@ -166,7 +166,7 @@ _NAMES = {
 
 
 def title(name: str, method: str = "kfac-spectral") -> str:
-    """An optimizer's name for readers, and that of a shorter run of `method`.
+    """Return an optimizer's name for readers, or that of a shorter run of `method`.
 
     >>> title("muon-0.9"), title("ours, 0.85")
     ('Muon, momentum 0.9', 'K-FAC, spectral, 0.85 of the steps')
@@ -180,7 +180,7 @@ _ALONG = {"step": "steps", "seconds": "seconds of training"}
 
 
 def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
-    """Medians and quartiles over seeds; shorter runs of ours are dashed."""
+    """Draw medians and quartiles over seeds; shorter runs of ours are dashed."""
     figure = plots.make_figure(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, records) in zip(panels, races.items(), strict=True):
@@ -205,7 +205,7 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
 
 
 def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
-    """The same lines for a page that draws them itself."""
+    """Return the lines of the figure for the report."""
     colors = plots.assign_places(n for n in records if not _shorter(n))
     lines = []
     for name, runs in records.items():
@@ -229,7 +229,7 @@ def _full_method(name: str, runs: Sequence[Record]) -> str:
 
 
 def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
-    """Medians over seeds of when an evaluation took place, for each run as many as it has."""
+    """Return medians over seeds of when each evaluation took place."""
     middle = []
     for times in zip_longest(*(r[along] for r in runs)):  # None after the end of a run
         middle.append(median(t for t in times if t is not None))
@@ -241,7 +241,7 @@ def _shorter(name: str) -> bool:
 
 
 def _limits(records: GroupedRecords) -> tuple[float, float]:
-    """Where curves end, and what is above it; their start is far above what matters."""
+    """Return the range of the axis: the ends of the curves, without their much larger starts."""
     runs = chain.from_iterable(records.values())
     losses = chain.from_iterable(run["held-out loss"] for run in runs)
     low = min(filter(math.isfinite, losses), default=1.0)

@@ -44,7 +44,7 @@ class Entrant:
     pace_of: str | None = None
 
     def describe(self) -> Record:
-        """Everything its runs depend on."""
+        """Return everything its runs depend on."""
         return {"rates": list(self.rates), **self.settings}
 
 
@@ -105,7 +105,7 @@ class Race(Experiment):
             "methods": {n: e.describe() for n, e in self._entrants(quick).items()},
         }
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         for task in self._tasks(quick).values():
             if isinstance(task.batches, ImageData):
                 task.batches.load()
@@ -134,14 +134,14 @@ class Race(Experiment):
         return out
 
     def _try_rate(self, task: str, name: str, number: int, context: Context) -> Record:
-        """One rate, on the seed of searches."""
+        """Run one rate, on the seed of searches."""
         rate = self._entrants(context.quick)[name].rates[number]
         context = replace(context, seed=self.search_seed)
         record = self._run(task, name, rate, self.search, context)
         return {"method": name, "lr": rate, "score": finite(record["final"]), "ms": record["ms"]}
 
     def _measure_pace(self, task: str, name: str, context: Context) -> Record:
-        """How long a step takes, of a run that should be alone on its device."""
+        """Return the seconds of a step, of a run that should be alone on its device."""
         what = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
         record = run(
@@ -160,7 +160,7 @@ class Race(Experiment):
     def _train_at_best(
         self, task: str, names: Sequence[str], share: float, context: Context
     ) -> Record:
-        """The best of these optimizers at the best of their rates."""
+        """Run the best of these optimizers at the best of its rates."""
         entrants = self._entrants(context.quick)
         trials = []
         for name in names:

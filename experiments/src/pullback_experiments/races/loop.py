@@ -37,11 +37,11 @@ class Batches(Protocol):
     """The data of one run, on the device."""
 
     def of(self, steps: range) -> list[Batch]:
-        """The batches of these steps."""
+        """Return the batches of these steps."""
         ...
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        """The held-out samples, so many at a time."""
+        """Yield the held-out samples, so many at a time."""
         ...
 
 
@@ -188,7 +188,7 @@ class _RaceState:
                 return
 
     def _train(self, segment: range, batches: list[Batch]) -> float:
-        """These steps; their seconds."""
+        """Take these steps and return their seconds."""
         self.model.train()
         synchronize(self.device)
         start = time.perf_counter()
@@ -218,7 +218,7 @@ class _RaceState:
 
     @torch.no_grad()
     def _held_out(self) -> dict[str, float]:
-        """Mean loss and accuracy on what is held out, in evaluation mode."""
+        """Return mean loss and accuracy on held-out samples, in evaluation mode."""
         self.model.eval()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         count = 0

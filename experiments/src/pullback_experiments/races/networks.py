@@ -28,7 +28,7 @@ class AttentionBlock(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) ↦ the same; if causal, a place sees those before it alone."""
+        """(N, T, width) ↦ the same; if causal, a position attends only to those before it."""
         y = self.norm1(x)
         split = (self.heads, -1)
         q, k, v = (f(y).unflatten(-1, split).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -39,7 +39,7 @@ class AttentionBlock(nn.Module):
 
 @torch.no_grad()
 def initialize(model: nn.Module, depth: int) -> None:
-    """GPT-2's start: σ = 0.02, and 0.02/√(2·depth) for what is added to the stream."""
+    """Initialize as GPT-2: σ = 0.02, and 0.02/√(2·depth) for what is added to the stream."""
     for name, p in model.named_parameters():
         if p.ndim > 1:
             std = 0.02
@@ -176,7 +176,7 @@ class ImageBatches:
     seed: int
 
     def of(self, steps: range) -> list[Batch]:
-        """The batches of these steps; crops follow from the seed and the step."""
+        """Return the batches of these steps; crops follow from the seed and the step."""
         out = []
         for step in steps:
             draw = torch.Generator(self.chosen.device).manual_seed(self.seed * 1_000_003 + step)
@@ -185,5 +185,5 @@ class ImageBatches:
         return out
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        """The test images as they are, so many at a time."""
+        """Yield the test images without crops, so many at a time."""
         yield from zip(self.images.test_x.split(size), self.images.test_y.split(size), strict=True)

@@ -30,7 +30,7 @@ _DECAY = 0.1
 
 
 def hidden(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of linear and convolution layers but for the first and the last one."""
+    """Return the weights of linear and convolution layers without the first and the last one."""
     return [p for name, p in model.named_parameters() if p.ndim > 1 and _inner(name)]
 
 

@@ -92,11 +92,13 @@ class Windows:
     passes: float
 
     def of(self, steps: range) -> list[Batch]:
-        """The batches of these steps, each (batch, length) bytes and those one place further on."""
+        """Return the batches of these steps: (batch, length) bytes, and those one position further
+        on.
+        """
         return [self._cut(self.train, self.chosen[i]) for i in steps]
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        """All that is held out, so many windows at a time."""
+        """Yield all held-out windows, so many at a time."""
         for starts in self.last.split(size):
             yield self._cut(self.held_out_text, starts)
 

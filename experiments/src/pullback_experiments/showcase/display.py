@@ -30,7 +30,7 @@ def format_settings(settings: Mapping[str, float]) -> str:
 
 
 def format_measure(name: str, value: float) -> str:
-    """A measure for people: accuracies in percent, all else in powers of ten.
+    """Return an accuracy in percent, or another measure in scientific notation.
 
     >>> format_measure("test accuracy", 0.98), format_measure("training loss", 0.00034)
     ('98.0 %', '3.4e-4')
@@ -75,7 +75,7 @@ def progress(
 
 
 def _announce_run(console: Console, contender: Competitor) -> Watcher:
-    """A line when a run starts, and one when it ends."""
+    """Print a line when a run starts, and one when it ends."""
     console.print(f"  {contender.name}: running")
 
     def watch(share: float, loss: float) -> None:
@@ -129,7 +129,7 @@ def draw_errors(
 
 
 def _norm(errors: list[Tensor]) -> LogNorm:
-    """From what is typical of the best network to the worst error of all."""
+    """Return a color scale from a typical error of the best network to the worst of all."""
     from matplotlib.colors import LogNorm
 
     top = max(float(e.max()) for e in errors)

@@ -70,13 +70,13 @@ class Demonstration(Experiment):
         return items
 
     def judge(self, results: Results) -> list[Check]:
-        """Of the first measure of each problem."""
+        """Check the first measure of each problem."""
         if results.quick:
             return []
         return [_lowest(*race) for race in self.races(results)]
 
     def races(self, results: Results) -> list[tuple[DemoProblem, list[Curve]]]:
-        """The curves of each problem, of those that are done."""
+        """Return the curves of each problem that is done."""
         races = []
         for problem in problems()[0]:
             curves: list[Curve] = []
@@ -110,7 +110,7 @@ class Demonstration(Experiment):
 
 @cache
 def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
-    """The problems whose data can be had, and why others cannot."""
+    """Return the problems whose data are available, and why others are not."""
     entries = []
     missing = []
     for make in PROBLEMS.values():
@@ -122,7 +122,7 @@ def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
 
 
 def budget(problem: DemoProblem, quick: bool) -> float:
-    """Seconds of each run."""
+    """Return the seconds of each run."""
     if quick:
         return 0.3  # a smoke test
     return problem.seconds
@@ -183,7 +183,7 @@ def draw(races: Sequence[Race]) -> Figure:
 
 
 def _style(name: str) -> tuple[str, float]:
-    """A color, and the width of its line."""
+    """Return the color and the width of a line."""
     color = plots.assign_colors([name])[name]
     if name == NATURAL:
         return color, 2.8
@@ -191,7 +191,7 @@ def _style(name: str) -> tuple[str, float]:
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
-    """The curves, each with a dot at its end."""
+    """Draw the curves, each with a dot at its end."""
     for curve in curves:
         color, width = _style(curve.name)
         x = getattr(curve, along)[1:]
@@ -203,7 +203,7 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
 
 
 def _label(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Name every curve, with its final numbers, to the right of the panel."""
+    """Write every curve's name and final numbers to the right of the panel."""
     bottom, top = (math.log10(y) for y in axes.get_ylim())
     at = -math.inf
     for curve in sorted(curves, key=lambda c: c.values()[-1]):

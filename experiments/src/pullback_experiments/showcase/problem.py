@@ -36,7 +36,7 @@ class Competitor:
     scale: float = 1.0
 
     def __call__(self, model: nn.Module, **settings: float) -> Optimizer:
-        """The optimizer of this model, at the given settings or at its own."""
+        """Return the optimizer of this model, at the given settings or at its own."""
         return self.build(model, **(settings or self.settings))
 
     def candidates(self) -> Iterator[dict[str, float]]:
@@ -97,14 +97,14 @@ class DemoProblem(ABC):
 
     @abstractmethod
     def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
-        """What steps the contender's optimizer on this model."""
+        """Return a function that takes steps of the contender's optimizer on this model."""
 
     @abstractmethod
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Numbers by name; the first is plotted and tuned for, and smaller is better."""
 
     def picture(self, models: Mapping[str, nn.Module], folder: Path) -> Path | None:
-        """A figure of what the contenders' models became, where there is something to see."""
+        """Save a figure of the trained models and return its path, or None."""
         return None
 
 
@@ -123,7 +123,7 @@ class SupervisedTask(DemoProblem):
         """The loss that is trained, of outputs z."""
 
     def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
-        """Steps on batches: the same sequence for all contenders with the same batch size."""
+        """Return a function that takes steps; equal batch sizes have equal batches."""
         generator = torch.Generator().manual_seed(0)
 
         def step() -> float:
@@ -139,7 +139,7 @@ class SupervisedTask(DemoProblem):
 
 
 def descend(optimizer: Optimizer, loss: Callable[[], Tensor], scale: float = 1.0) -> float:
-    """One step by a closure on scale·loss; the loss before it."""
+    """Take one step by a closure on scale·loss; return the loss before it."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()

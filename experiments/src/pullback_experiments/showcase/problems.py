@@ -161,7 +161,7 @@ class PoissonTask(DemoProblem):
         return Trial(network, {}, next(network.parameters()))
 
     def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
-        """The same terms for all; first-order optimizers see their sum."""
+        """Return a function that takes steps; first-order optimizers see the sum of the terms."""
         assert isinstance(model, Trial)
         conditions = self._problem.conditions
         terms = [build_term(self._problem, c, model, self._sites[c.name]) for c in conditions]
@@ -179,7 +179,7 @@ class PoissonTask(DemoProblem):
         return {"relative L² error": self._yardstick.error(model)}
 
     def picture(self, models: Mapping[str, nn.Module], folder: Path) -> Path:
-        """The exact solution, and how far each network is from it."""
+        """Draw the exact solution and the error of each network."""
         return draw(self._problem, models, folder / "poisson.png")
 
 

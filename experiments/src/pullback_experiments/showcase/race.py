@@ -46,7 +46,7 @@ class Curve:
     measures: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, seconds: float, steps: int, measures: dict[str, float]) -> None:
-        """One more point."""
+        """Add one point."""
         self.seconds.append(seconds)
         self.steps.append(steps)
         self.measures.append(measures)
@@ -61,7 +61,7 @@ class Curve:
         return cls(name, None, record["seconds"], record["steps"], record["measures"])
 
     def values(self) -> list[float]:
-        """The measure that counts, along the run."""
+        """Return the first measure along the run."""
         return [next(iter(m.values())) for m in self.measures]
 
 
@@ -110,7 +110,7 @@ def run(
 def tune(
     problem: DemoProblem, contender: Competitor, *, seconds: float
 ) -> list[tuple[dict[str, float], float]]:
-    """Every point of the contender's grid with its final measure, best first."""
+    """Return every point of the contender's grid with its final measure, best first."""
     ends = []
     for settings in contender.candidates():
         curve = run(problem, contender, seconds=seconds, watch=lambda *_: None, **settings)

@@ -67,7 +67,7 @@ def fill_tables(text: str) -> str:
 
 
 def stale() -> list[Path]:
-    """Pages whose tables the records do not bear out; days, which git knows, are left out."""
+    """Return the pages whose tables differ from the records; dates are ignored."""
 
     def bare(text: str) -> str:
         return re.sub(r"\b\d{4}-\d\d-\d\d\b", "", text)

@@ -18,7 +18,7 @@ EXACT = {
 
 
 def costs() -> Rows:
-    """A step of exact methods and slices beside a first-order step, same model and batch."""
+    """Return steps of exact methods and slices in multiples of a first-order step."""
     rows = [["method", "model", "parameters", "batch", "time", "memory", "where"]]
     for key, (label, batch) in EXACT.items():
         one = record("scale_h200")["results"][key]
@@ -130,7 +130,7 @@ RACES = [
 
 
 def races() -> Rows:
-    """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
+    """Return final losses beside a tuned rival's, and what K-FAC takes to reach the rival's."""
     rows = [["task, rival", "its rate", "its loss", "`KFAC`", "steps to its loss", "seconds"]]
     for name, title, task, rival in RACES:
         rows.append([f"{task}, {rival}", *_compare_with_rival(name, title, rival)])

@@ -35,7 +35,7 @@ def outcome(one: dict[str, Any]) -> str:
 
 
 def count_claims(one: dict[str, Any]) -> str:
-    """How many of the paper's claims hold, or of ours where there is none."""
+    """Return how many of the paper's claims hold, or of ours where it has none."""
     checks = one["summary"].get("checks", [])
     theirs = [c for c in checks if c["of_paper"]]
     said = f"{sum(c['holds'] for c in theirs or checks)} of {len(theirs or checks)}"
@@ -47,7 +47,7 @@ def count_claims(one: dict[str, Any]) -> str:
 
 
 def verdicts() -> Rows:
-    """Experiments that decide claims of a paper: whether they hold, and on how many seeds."""
+    """Return for each experiment whether the paper's claims hold, and on how many seeds."""
     rows = [["experiment", "found", "claims that hold", "seeds"]]
     for name, one in experiments():
         if any(check["of_paper"] for check in one["summary"].get("checks", [])):

@@ -93,7 +93,7 @@ _SOUND = tuple(name for name in INVERSES if name != DAMPED)
 
 
 def judge_claims(results: Results) -> list[Check]:
-    """The theorems, then the examples; one printed number is wrong."""
+    """Return the checks of theorems and examples; one printed number is wrong."""
     claims = [*_theorems(results), *_examples(results)]
     # damping is not in the paper; the point that A.2 prints
     ours = 5
@@ -204,7 +204,7 @@ Corner = Literal["lower right", "upper right"]
 
 
 def draw(results: Results) -> Figure:
-    """Examples 1 and 2 on the model, A.3 on the parameter space, finite steps."""
+    """Draw examples 1 and 2 on the model, A.3 on the parameter space, and finite steps."""
     figure = plots.make_figure(9.5, 8.2, "The natural parameter gradient, and what it depends on")
     one, two, three, four = figure.subplots(2, 2).flat
     _plane(one, results)
@@ -215,7 +215,7 @@ def draw(results: Results) -> Figure:
 
 
 def _arrow(axes: Axes, end: Sequence[float], color: str, name: str) -> None:
-    """From zero."""
+    """Draw an arrow from zero."""
     style = {"arrowstyle": "-|>", "color": color, "lw": 2, "mutation_scale": 14}
     x, y = end
     axes.annotate("", (x, y), (0, 0), arrowprops={**style, "shrinkA": 0, "shrinkB": 0})

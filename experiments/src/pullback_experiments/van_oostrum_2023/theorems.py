@@ -89,7 +89,7 @@ class RandomModel:
         return Point(self.phi, self.xi, self.metric), Point(self.psi, self.theta, self.metric)
 
     def project_gradient(self) -> Tensor:
-        """Π grad L by a dense projector, which shares nothing with `Point`."""
+        """Return Π grad L by a dense projector that shares no code with `Point`."""
         jacobian = jacrev(self.phi)(self.xi)
         u, sigma, _ = torch.linalg.svd(jacobian, full_matrices=False)
         basis = u[:, sigma > 1e-9 * sigma[0]]

@@ -71,8 +71,8 @@ def _partly(**options: Any) -> Any:
     return lambda: PartlyAgreeing(momentum=0.6, whitening=False, **options)
 
 
-def _even(title: str, lr: float = RATES.even, **options: Any) -> Entrant:
-    """K-FAC without agreement on filters whose entries are normalized; SGD on the rest."""
+def _make_normalized(title: str, lr: float = RATES.even, **options: Any) -> Entrant:
+    """Return K-FAC without agreement on filters whose entries are normalized; SGD on the rest."""
     build = spectral(lr, _rule(**{"agreement": False, **options}))
     return Entrant(title, build, Normalization.ENTRIES)
 
@@ -82,7 +82,7 @@ def _agreeing(title: str, lr: float = RATES.agreeing) -> Entrant:
 
 
 def whiten_later_layers(lr: float) -> Build:
-    """Whitened steps for all filters but those of the first trained convolution."""
+    """Return whitened steps for all filters but those of the first convolution."""
 
     def build(model: RecipeNetwork) -> list[Optimizer]:
         first, *later = model.filters
@@ -96,7 +96,7 @@ def whiten_later_layers(lr: float) -> Build:
 
 
 def in_proportion(lr: float, rate_of_others: float = 0.5, **options: Any) -> Build:
-    """K-FAC for all parameters, with longer steps for weights of larger entries."""
+    """Return K-FAC for all parameters, with longer steps for weights of larger entries."""
 
     def build(model: RecipeNetwork) -> list[Optimizer]:
         groups: list[dict[str, Any]] = []
@@ -117,14 +117,14 @@ def _everything(title: str, build: Build) -> Entrant:
 #: whose accuracies and seconds the claims compare
 MAIN: dict[str, Entrant] = {
     "muon": Entrant("Muon, as published", muon()),
-    "plain": _even("Spectral(whitening=False, agreement=False)", whitening=False),
+    "plain": _make_normalized("Spectral(whitening=False, agreement=False)", whitening=False),
     "default": _everything("KFAC(model)", kfac()),
 }
 #: one change of `plain` each, but for the last one, which is a change of `muon`
 CHANGES: dict[str, Entrant] = {
-    "whitening": _even("whitened"),
-    "whitening, damping 2": _even("whitened, damping 2", damping=2.0),
-    "whitening, rate x0.7": _even("whitened, 0.7 of the rate", 0.7 * RATES.even),
+    "whitening": _make_normalized("whitened"),
+    "whitening, damping 2": _make_normalized("whitened, damping 2", damping=2.0),
+    "whitening, rate x0.7": _make_normalized("whitened, 0.7 of the rate", 0.7 * RATES.even),
     "whitening, later layers": Entrant(
         "whitened but for the first convolution",
         whiten_later_layers(RATES.even),
@@ -142,7 +142,7 @@ CHANGES: dict[str, Entrant] = {
         spectral(RATES.agreeing, _partly(shares_schedule=False)),
         Normalization.ENTRIES,
     ),
-    "momentum 0.9": _even("momentum 0.9", whitening=False, momentum=0.9),
+    "momentum 0.9": _make_normalized("momentum 0.9", whitening=False, momentum=0.9),
     "not normalized": replace(
         MAIN["plain"], title="weights not normalized", normalization=Normalization.NONE
     ),

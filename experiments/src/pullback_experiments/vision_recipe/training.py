@@ -126,7 +126,7 @@ class _Run:
         self.epoch_losses.append(torch.stack(losses).mean())
 
     def _set_rates(self, patches: Tensor) -> None:
-        """Let all rates fall to zero along a line; that of the first layer's bias is shorter."""
+        """Let all rates fall to zero along a line, and that of the first layer's bias sooner."""
         epochs_done = self.steps_done / self._batches.steps
         factor = 1 - epochs_done / self._recipe.epochs
         patch_factor = max(0.0, 1 - epochs_done / self._recipe.patch_epochs)

@@ -93,7 +93,9 @@ class Comparison(Experiment):
         return f"{words}, stuck"
 
     def judge(self, results: Results) -> list[Check]:
-        """Some of the claims do not hold, as recorded; the quick version judges `short`."""
+        """Return the checks; some claims do not hold, as recorded. The quick version judges
+        `short`.
+        """
         checks = self.claims(
             self._group_records(results), self.setting.size, self.expected_outcomes
         )
@@ -128,7 +130,7 @@ class Comparison(Experiment):
 
 
 def records(results: Results, method: str) -> list[DescentRun]:
-    """The runs of a method, in the order of the seeds."""
+    """Return the runs of a method, in the order of the seeds."""
     return [DescentRun(**one) for one in results.of(method)]
 
 
@@ -137,7 +139,7 @@ _ALONG = {"steps": "steps", "seconds": "CPU seconds"}
 
 
 def charts(experiment: Comparison, results: Results) -> list[Chart]:
-    """A pair for each group."""
+    """Return a pair of charts for each group."""
     out = []
     for (group, methods), (measure, name) in product(experiment.groups.items(), _MEASURES.items()):
         series = []
@@ -154,7 +156,7 @@ _NAMES = {"loss": "loss", "error": "relative L² error"}
 
 
 def draw(experiment: Comparison, results: Results) -> Figure:
-    """One row per group of methods."""
+    """Draw one row per group of methods."""
     groups = experiment.groups
     layers = "-".join(map(str, experiment.setting.layers))
     problem = experiment.setting.problem().name

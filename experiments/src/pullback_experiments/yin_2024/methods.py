@@ -26,15 +26,15 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self) -> StepNumbers:
-        """One step; what is cheap to say of it."""
+        """Take one step and return what is cheap to measure about it."""
 
     def probe(self) -> StepNumbers:
-        """What costs time to find out; not counted as the method's."""
+        """Return what is expensive to measure; its time does not count as that of the method."""
         return {}
 
     @property
     def stuck(self) -> bool:
-        """Whether every further step would repeat the last one."""
+        """Return True if every further step would repeat the last one."""
         return False
 
 
@@ -52,11 +52,11 @@ class DescentMethod(ABC):
 
     @abstractmethod
     def on(self, fit: Fit) -> Stepper:
-        """The method at work."""
+        """Return the running method."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Its settings, for the record."""
+        """Return its settings, for the record."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class DescentRun:
     def add(
         self, step: int, seconds: float, loss: float, error: float, numbers: StepNumbers
     ) -> None:
-        """One more entry."""
+        """Add one entry."""
         for name in {*self.step_numbers, *numbers}:
             self.step_numbers.setdefault(name, [None] * len(self.steps)).append(
                 _short(numbers.get(name))
@@ -61,7 +61,7 @@ class DescentRun:
         self.error.append(float(f"{error:.5e}"))
 
     def values(self, name: str) -> list[float]:
-        """The entries of `step_numbers` that are there."""
+        """Return the entries of `step_numbers` that exist."""
         return [v for v in self.step_numbers.get(name, []) if v is not None]
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _short(value: float | None) -> float | None:
 
 
 def entries(steps: int, count: int = 40) -> set[int]:
-    """The steps after which something is measured: evenly spaced in the logarithm.
+    """Return the steps after which something is measured, evenly spaced in the logarithm.
 
     >>> sorted(entries(5))
     [1, 2, 3, 4, 5]
@@ -86,7 +86,7 @@ def entries(steps: int, count: int = 40) -> set[int]:
 
 
 def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> DescentRun:
-    """At most so many steps from the seed's network; a run that is stuck or lost ends early.
+    """Take at most so many steps from the seed's network; a stuck or lost run ends early.
 
     A first step on another copy lets torch load what it needs; it is not counted.
     """

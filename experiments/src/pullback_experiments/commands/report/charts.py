@@ -20,7 +20,7 @@ from .markup import text
 
 
 def render_charts(charts: Sequence[Chart]) -> str:
-    """Places for the script to draw in; hidden until it does."""
+    """Return hidden elements in which the script draws."""
     blocks = []
     for chart in charts:
         if chart.drawable_series():
@@ -48,7 +48,7 @@ def embed_json(value: object) -> str:
 
 
 def as_data(chart: Chart) -> dict[str, Any]:
-    """What the script reads; colors are places in the palette."""
+    """Return what the script reads; colors are indices of the palette."""
     return {
         "title": chart.title,
         "y": chart.y,
@@ -101,7 +101,7 @@ def _line(line: Line) -> dict[str, list[float | None]]:
 
 
 def _plain(value: float) -> float | None:
-    """A few digits; None where it is no number, which JSON has not."""
+    """Return a number to a few digits; None for NaN and infinities, which JSON lacks."""
     number = float(value)
     if math.isfinite(number):
         return float(f"{number:.6g}")
@@ -152,7 +152,7 @@ class Curves:
 
 
 def curves(path: Path, state: Mapping[str, Any]) -> Curves:
-    """Those of all items that are done; experiments of others have none here."""
+    """Return the curves of all items that are done."""
     name = str(state["about"].get("name"))
     quick = bool(state["about"].get("quick"))
     if name not in registry.names():

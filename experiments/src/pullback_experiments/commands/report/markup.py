@@ -55,12 +55,12 @@ def text(value: object) -> str:
 
 
 def lines(blocks: Iterable[str]) -> str:
-    """The parts that are there, one below the other."""
+    """Return the parts that are not empty, one per line."""
     return "\n".join(block for block in blocks if block)
 
 
 def badge(verdict: str) -> str:
-    """A verdict with its mark: never by color alone."""
+    """Return a verdict with a mark besides its color."""
     mark, css_class = VERDICTS[verdict]
     return (
         f'<span class="badge {css_class}"><span aria-hidden="true">{mark}</span> {verdict}</span>'
@@ -94,7 +94,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def command(words: str) -> str:
-    """What to type to have it again."""
+    """Return the command that repeats the experiment."""
     return f'<pre class="command"><code>{text(words)}</code></pre>'
 
 
@@ -108,7 +108,7 @@ def environments(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_details(summary: str, inside: str) -> str:
-    """Something to open; the summary is a text."""
+    """Return an element that opens and closes; the summary is a text."""
     return f"<details><summary>{text(summary)}</summary>{inside}</details>"
 
 

@@ -99,7 +99,7 @@ def _read_assets(names: Sequence[str]) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is loaded, and no other script runs than this one."""
+    """Return the security policy: no other script runs, and nothing is loaded."""
 
     def hash_source(words: str) -> str:
         digest = hashlib.sha256(words.encode()).digest()
