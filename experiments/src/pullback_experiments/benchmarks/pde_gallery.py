@@ -278,7 +278,8 @@ def draw(results: dict[str, Any]) -> None:
 class AdamThenLBFGS(torch.optim.Optimizer):
     """Adam until `switch()` says so, then L-BFGS with strong Wolfe conditions.
 
-    The loss is multiplied by 1000: torch's L-BFGS drops curvature pairs below 1e-10.
+    The loss is multiplied by 1000: torch's L-BFGS drops curvature pairs below 1e-10. A step is ten
+    iterations, since every call of torch's L-BFGS begins with an evaluation at a known point.
     """
 
     def __init__(self, params: Any, switch: Callable[[], bool]) -> None:
@@ -288,7 +289,7 @@ class AdamThenLBFGS(torch.optim.Optimizer):
         self.scale = 1e3
         self.adam = torch.optim.Adam(params, lr=3e-3)
         self.lbfgs = torch.optim.LBFGS(
-            params, max_iter=1, max_eval=25, history_size=100, tolerance_grad=0.0,
+            params, max_iter=10, max_eval=250, history_size=100, tolerance_grad=0.0,
             tolerance_change=0.0, line_search_fn="strong_wolfe",
         )  # fmt: skip
 

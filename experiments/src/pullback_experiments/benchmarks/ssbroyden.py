@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,19 @@ from scipy.optimize import line_search
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss and its gradient at a point."""
+
+    loss: float
+    gradient: np.ndarray
+
+
 class SSBroyden(torch.optim.Optimizer):
     """One quasi-Newton iteration per step, with scipy's search for strong Wolfe conditions.
+
+    The closure must compute the same function in all steps: the gradient of the accepted point is
+    kept for the next step.
 
     Args:
         params: all of them at once; the inverse Hessian is dense.
@@ -39,50 +51,65 @@ class SSBroyden(torch.optim.Optimizer):
         super().__init__(list(params), {})
         self.scaled = scaled
         self._params: list[nn.Parameter] = self.param_groups[0]["params"]
-        self.inverse = torch.eye(sum(p.numel() for p in self._params), dtype=torch.float64)
-        self._before: float | None = None
+        self.inverse = self._identity()
+        self._previous_loss: float | None = None
+        self._evaluations: dict[bytes, Evaluation] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move along −H g and update H; where no step length is found, H starts over."""
         assert closure is not None
-        evaluations: dict[bytes, tuple[float, np.ndarray]] = {}
-
-        def evaluate(x: np.ndarray) -> tuple[float, np.ndarray]:
-            key = x.tobytes()
-            if key not in evaluations:
-                self._put(torch.from_numpy(x))
-                with torch.enable_grad():
-                    loss = float(torch.as_tensor(closure()).detach())
-                evaluations[key] = loss, self._gradient().numpy()
-            return evaluations[key]
-
         x = nn.utils.parameters_to_vector(self._params).double().numpy().copy()
-        value, slope = evaluate(x)
-        if self._before is None:
-            self._before = value + float(np.linalg.norm(slope)) / 2  # first tries a length of 1
-        direction = -(self.inverse @ torch.from_numpy(slope)).numpy()
+
+        def loss_at(z: np.ndarray) -> float:
+            return self._evaluate(closure, z).loss
+
+        def gradient_at(z: np.ndarray) -> np.ndarray:
+            return self._evaluate(closure, z).gradient
+
+        current = self._evaluate(closure, x)
+        if self._previous_loss is None:  # as scipy: the first trial step has length 1
+            self._previous_loss = current.loss + float(np.linalg.norm(current.gradient)) / 2
+        direction = -(self.inverse @ torch.from_numpy(current.gradient)).numpy()
         length = line_search(
-            lambda z: evaluate(z)[0], lambda z: evaluate(z)[1], x, direction, slope, value,
-            self._before, c2=0.9, maxiter=20,
+            loss_at, gradient_at, x, direction, current.gradient, current.loss,
+            self._previous_loss, c2=0.9, maxiter=20,
         )[0]  # fmt: skip
         if length is None:
-            self.inverse = torch.eye(len(x), dtype=torch.float64)
-            self._before = None
-            self._put(torch.from_numpy(x))
-            return value
-        self._before = value
-        trial = x + length * direction
-        after = evaluate(trial)[1]
-        self._put(torch.from_numpy(trial))
-        s, y = (torch.from_numpy(a - b) for a, b in ((trial, x), (after, slope)))
+            self.inverse = self._identity()
+            self._previous_loss = None
+            self._put(x)
+            return current.loss
+        accepted = x + length * direction
+        following = self._evaluate(closure, accepted)
+        self._put(accepted)
         self.inverse = update_inverse(
-            self.inverse, s, y, torch.from_numpy(slope), length, self.scaled
+            self.inverse,
+            torch.from_numpy(accepted - x),
+            torch.from_numpy(following.gradient - current.gradient),
+            torch.from_numpy(current.gradient),
+            length,
+            self.scaled,
         )
-        return value
+        self._previous_loss = current.loss
+        self._evaluations = {accepted.tobytes(): following}
+        return current.loss
 
-    def _put(self, x: Tensor) -> None:
-        nn.utils.vector_to_parameters(x.to(self._params[0]), self._params)
+    def _evaluate(self, closure: Callable[[], Any], x: np.ndarray) -> Evaluation:
+        """Return loss and gradient at x, from memory if they were computed before."""
+        key = x.tobytes()
+        if key not in self._evaluations:
+            self._put(x)
+            with torch.enable_grad():
+                loss = float(torch.as_tensor(closure()).detach())
+            self._evaluations[key] = Evaluation(loss, self._gradient().numpy())
+        return self._evaluations[key]
+
+    def _identity(self) -> Tensor:
+        return torch.eye(sum(p.numel() for p in self._params), dtype=torch.float64)
+
+    def _put(self, x: np.ndarray) -> None:
+        nn.utils.vector_to_parameters(torch.from_numpy(x).to(self._params[0]), self._params)
 
     def _gradient(self) -> Tensor:
         gradients = []
@@ -108,8 +135,10 @@ def update_inverse(
     if scaled:
         phi, tau = _factors(-length * float(s @ gradient) / ys, yhy / ys, len(s))
     v = math.sqrt(yhy) * (s / ys - hy / yhy)
-    scaled_inverse = inverse - torch.outer(hy, hy) / yhy + phi * torch.outer(v, v)
-    return scaled_inverse / tau + torch.outer(s, s) / ys
+    # H/τ plus three terms of rank one, in one pass over H
+    vectors = torch.stack([hy, v, s])
+    weights = vectors.new_tensor([-1 / (yhy * tau), phi / tau, 1 / ys])
+    return torch.addmm(inverse, vectors.T * weights, vectors, beta=1 / tau)
 
 
 def _factors(b: float, h: float, n: int) -> tuple[float, float]:
