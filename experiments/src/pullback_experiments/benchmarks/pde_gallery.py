@@ -7,7 +7,7 @@ Every python fence under a third-level heading of the page is one program. It is
 page's first fence before it, in the order of the page, and leaves `problem`, `network` and
 `solution`. Errors are relative L² errors against what the program knows, or against a reference of
 this file. The race gives each method the same CPU seconds of the process, the same network and the
-same points: `pde.solve` with its defaults, Adam for a fifth of the time and then L-BFGS, and
+same points: `pde.solve` with its defaults, and Adam for a fifth of the time, then L-BFGS or
 SSBroyden. Records are kept by name, so that --only adds to what is there. The solutions on a grid
 lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
 """
@@ -275,42 +275,52 @@ def draw(results: dict[str, Any]) -> None:
 # --- the race -------------------------------------------------------------------------------------
 
 
-class AdamThenLBFGS(torch.optim.Optimizer):
-    """Adam until `switch()` says so, then L-BFGS with strong Wolfe conditions.
+class AdamFirst(torch.optim.Optimizer):
+    """Adam (3e-3) until `is_over()` says so, then another optimizer of the same parameters."""
 
-    The loss is multiplied by 1000: torch's L-BFGS drops curvature pairs below 1e-10. A step is ten
-    iterations, since every call of torch's L-BFGS begins with an evaluation at a known point.
+    def __init__(self, following: torch.optim.Optimizer, is_over: Callable[[], bool]) -> None:
+        params = following.param_groups[0]["params"]
+        super().__init__(params, {})
+        self.is_over = is_over
+        self.adam = torch.optim.Adam(params, lr=3e-3)
+        self.following = following
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_over():
+            return self.following.step(closure)
+        return self.adam.step(closure)
+
+
+class ScaledLBFGS(torch.optim.LBFGS):
+    """L-BFGS with strong Wolfe conditions, of 1000 times the loss.
+
+    torch's L-BFGS drops curvature pairs below 1e-10. A step is ten iterations, since every call
+    begins with an evaluation at a known point.
     """
 
-    def __init__(self, params: Any, switch: Callable[[], bool]) -> None:
-        params = list(params)
-        super().__init__(params, {})
-        self.switch = switch
-        self.scale = 1e3
-        self.adam = torch.optim.Adam(params, lr=3e-3)
-        self.lbfgs = torch.optim.LBFGS(
+    scale = 1e3
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(
             params, max_iter=10, max_eval=250, history_size=100, tolerance_grad=0.0,
             tolerance_change=0.0, line_search_fn="strong_wolfe",
         )  # fmt: skip
 
-    def step(self, closure: Any = None) -> Any:
-        if not self.switch():
-            return self.adam.step(closure)
-
+    def step(self, closure: Any) -> Any:
         def evaluate_scaled() -> Any:
             value = closure()
             for p in self.param_groups[0]["params"]:
                 p.grad.mul_(self.scale)
             return self.scale * value
 
-        return self.lbfgs.step(evaluate_scaled) / self.scale
+        return super().step(evaluate_scaled) / self.scale
 
 
 def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
     """Return the options of `solve` for each method; Adam ends after `due` seconds."""
     others = {
-        "Adam + L-BFGS": lambda module: AdamThenLBFGS(module.parameters(), due),
-        "SSBroyden": lambda module: SSBroyden(module.parameters()),
+        "Adam + L-BFGS": lambda module: AdamFirst(ScaledLBFGS(module.parameters()), due),
+        "Adam + SSBroyden": lambda module: AdamFirst(SSBroyden(module.parameters()), due),
     }
     fixed = {"patience": None, "refine": None, "measure": 100}
     return {"Gauss–Newton": {}} | {n: {"optimizer": o, **fixed} for n, o in others.items()}
