@@ -68,11 +68,11 @@ def test_mismatches_are_those_of_runs_by_hand() -> None:
     report = audit(sgd, model, batch, [Affine(3)], steps=3, sizes=(1, 0.1)).rows[0]
     twin = Affine(3).twin(model, batch[0]).model
     start = model(batch[0]).detach()
-    for mismatch, size in zip(report.places["batch"].steps, (1, 0.1), strict=True):
+    for mismatch, size in zip(report.measures["batch"].steps, (1, 0.1), strict=True):
         one, two = (by_hand(m, batch, 0.1 * size, 1) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
         assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
-    for mismatch, steps in zip(report.places["batch"].long_run, (1, 2, 3), strict=True):
+    for mismatch, steps in zip(report.measures["batch"].long_run, (1, 2, 3), strict=True):
         one, two = (by_hand(m, batch, 0.1, steps) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
         assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
@@ -94,9 +94,9 @@ def test_the_direction_is_that_of_definitions_5_and_6() -> None:
     g = j.T @ (outputs(params).detach() - batch[1].flatten()) / len(batch[0])
     other = m @ m.T @ g
     want = float((other - g).norm() / g.norm())
-    assert report.places["parameters"].direction.mismatch == pytest.approx(want, rel=1e-8)
+    assert report.measures["parameters"].direction.mismatch == pytest.approx(want, rel=1e-8)
     want = float((j @ (other - g)).norm() / (j @ g).norm())
-    assert report.places["batch"].direction.mismatch == pytest.approx(want, rel=1e-8)
+    assert report.measures["batch"].direction.mismatch == pytest.approx(want, rel=1e-8)
 
 
 def test_the_model_and_the_random_state_stay_as_they_were() -> None:
@@ -123,8 +123,8 @@ def test_frozen_parameters_stay_in_their_places() -> None:
         p.requires_grad_(name == "0.bias")
     double = Elementwise(lambda t: 2 * t, lambda w: w / 2)
     row = audit(sgd, model, data(), [double], steps=1, sizes=(1, 0.1)).rows[0]
-    assert row.places["parameters"].direction.mismatch == pytest.approx(3, rel=1e-9)
-    assert row.places["parameters"].steps[0].mismatch == pytest.approx(3, rel=1e-9)
+    assert row.measures["parameters"].direction.mismatch == pytest.approx(3, rel=1e-9)
+    assert row.measures["parameters"].steps[0].mismatch == pytest.approx(3, rel=1e-9)
     rows = audit(sgd, model, data(), steps=1, sizes=(1, 0.1)).rows
     assert {r.transformation for r in rows} >= {"entry permutation", "per-layer affine"}
 
@@ -154,9 +154,9 @@ def test_natural_gradients_are_first_order_under_nonlinear_maps(f: Any) -> None:
 
         row = audit(make, model, data(count), {"f": f}, steps=1, sizes=(0.1, 0.01)).rows[0]
         assert row.verdict is Verdict.FIRST_ORDER
-        assert row.places["batch"].order == pytest.approx(1, abs=0.05)
+        assert row.measures["batch"].order == pytest.approx(1, abs=0.05)
         full = count == 30
-        assert row.places["parameters"].verdict is (Verdict.FIRST_ORDER if full else Verdict.NOT)
+        assert row.measures["parameters"].verdict is (Verdict.FIRST_ORDER if full else Verdict.NOT)
 
 
 def test_kfac_with_a_pseudo_inverse_of_few_samples_is_first_order_on_them_only() -> None:
@@ -166,8 +166,8 @@ def test_kfac_with_a_pseudo_inverse_of_few_samples_is_first_order_on_them_only()
         )
 
     row = audit(make, network(nn.Tanh), data(3), [Affine()], probes=data(20, 5)[0], steps=1).rows[0]
-    assert row.places["probes"].verdict is Verdict.NOT
-    assert row.places["batch"].verdict is not Verdict.EXACT
+    assert row.measures["probes"].verdict is Verdict.NOT
+    assert row.measures["batch"].verdict is not Verdict.EXACT
 
 
 def test_state_closures_and_lists_of_optimizers() -> None:
@@ -269,7 +269,7 @@ def test_a_twin_that_diverges_is_not_invariant() -> None:
     transformation = {"stiff": Elementwise(lambda t: 1e4 * t, lambda w: w / 1e4)}
     row = audit(make, network(nn.ReLU), data(), transformation, steps=8).rows[0]
     assert row.verdict is Verdict.NOT
-    assert row.places["batch"].long_run[-1].mismatch > 1e3
+    assert row.measures["batch"].long_run[-1].mismatch > 1e3
 
 
 def test_tables_and_records() -> None:

@@ -83,7 +83,7 @@ def test_verdicts(name: str, transformation: type[nn.Module]) -> None:
             assert RANK[str(verdict)] >= RANK[str(table.verdicts("parameters")[key])]
     if (name, transformation) == ("NGD, pseudo-inverse", nn.ReLU):  # and not conversely
         assert str(table.row("neuron rescaling").verdict) == F
-        assert str(table.row("neuron rescaling").places["parameters"].verdict) == N
+        assert str(table.row("neuron rescaling").measures["parameters"].verdict) == N
 
 
 def test_every_optimizer_of_the_table_is_expected_and_explained() -> None:

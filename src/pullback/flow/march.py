@@ -274,14 +274,14 @@ class March:
         for row, point in zip(points, self._points, strict=True):
             row.copy_(self._to_tensor(point.y))
         return Trajectory(
-            torch.tensor([point.t for point in self._points], dtype=torch.float64),
-            points,
-            status,
-            reason,
-            {name: tuple(times) for name, times in self._times.items()},
-            self._evaluations,
-            steps,
-            self._field,
-            tuple(self._pieces),
-            (end.t, self._to_tensor(end.y)),
+            t=torch.tensor([point.t for point in self._points], dtype=torch.float64),
+            points=points,
+            status=status,
+            reason=reason,
+            events={name: tuple(times) for name, times in self._times.items()},
+            evaluations=self._evaluations,
+            steps=steps,
+            _field=self._field,
+            _pieces=tuple(self._pieces),
+            _end=(end.t, self._to_tensor(end.y)),
         )

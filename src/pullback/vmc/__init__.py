@@ -24,7 +24,7 @@ from .run import Minimization
 from .sampler import MarkovChains, Metropolis
 from .statistics import EnergyStatistics
 from .symmetry import Symmetrized
-from .verdict import ChainProblem, Outcome, StopReason, Verdict
+from .verdict import ChainProblem, Outcome, StopReason, VMCVerdict
 
 __all__ = [
     # where
@@ -58,7 +58,7 @@ __all__ = [
     "Result",
     "History",
     "EnergyStatistics",
-    "Verdict",
+    "VMCVerdict",
     "Outcome",
     "StopReason",
     "ChainProblem",

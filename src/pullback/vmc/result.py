@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .history import History
 from .statistics import EnergyStatistics
-from .verdict import ChainProblem, Outcome, StopReason, Verdict
+from .verdict import ChainProblem, Outcome, StopReason, VMCVerdict
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Result:
     statistics: EnergyStatistics
     fresh: EnergyStatistics | None
     history: History
-    verdict: Verdict
+    verdict: VMCVerdict
     samples: Tensor
     acceptance: float
 
@@ -83,7 +83,7 @@ class Result:
         network.load_state_dict(state["network"])
         saved = state["verdict"]
         problem = saved["chain_problem"]
-        verdict = Verdict(
+        verdict = VMCVerdict(
             StopReason[saved["stop_reason"]],
             Outcome[saved["outcome"]],
             None if problem is None else ChainProblem[problem],

@@ -433,15 +433,15 @@ class Minimization:
             reason = StopReason.NOT_FINITE
         frozen_share = float((chains.accepted_by_chain == 0).double().mean())
         evidence = Evidence(
-            reason,
-            self.history,
-            statistics,
-            fresh,
-            frozen_share,
-            self.hamiltonian.sites,
-            chains.magnetization,
-            self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
-            self._mean_energy,
+            stop_reason=reason,
+            history=self.history,
+            final=statistics,
+            fresh=fresh,
+            frozen_share=frozen_share,
+            sites=self.hamiltonian.sites,
+            sector=chains.magnetization,
+            has_phase=self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
+            mean_energy=self._mean_energy,
         )
         verdict = self._processes.broadcast_object(judge(evidence))
         if statistics is None:

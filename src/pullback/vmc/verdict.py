@@ -79,7 +79,7 @@ class VerdictLimits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VMCVerdict:
     """What a minimization came to.
 
     Attributes:
@@ -176,12 +176,12 @@ def compute_v_score(sites: int, energy: float, variance: float, mean_energy: flo
     return sites * variance / gap**2
 
 
-def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
+def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict:
     """The verdict on a minimization that has ended."""
     limits = limits or VerdictLimits()
     final = evidence.final
     if final is None or not math.isfinite(final.energy):
-        return Verdict(
+        return VMCVerdict(
             StopReason.NOT_FINITE,
             Outcome.DIVERGED,
             None,
@@ -206,7 +206,7 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
         outcome = Outcome.CONVERGED
     else:
         outcome = Outcome.STALLED
-    return Verdict(
+    return VMCVerdict(
         evidence.stop_reason,
         outcome,
         problem,

@@ -57,7 +57,7 @@ class RunState:
     """Where a run has arrived, or a tangent vector there.
 
     Attributes:
-        values: what is compared, by place: z at the setting's points, and w = f(θ) as "parameters".
+        values: by quantity, z at the setting's points, and w = f(θ) as "parameters".
         theta: θ by name.
     """
 
@@ -144,8 +144,8 @@ def duplicate(model: nn.Module) -> nn.Module:
 def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     """Return the present function values, and the original's weights."""
     values: dict[str, Tensor] = {}
-    for place, x in setting.points.items():
-        values[place] = select_output(model(x), None).to(torch.float64)
+    for quantity, x in setting.points.items():
+        values[quantity] = select_output(model(x), None).to(torch.float64)
     values["parameters"] = _flatten(start.weights(model))
     theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items()}
     return RunState(values, theta)
@@ -157,8 +157,8 @@ def find_tangent(start: Twin, setting: AuditData, before: RunState, after: RunSt
         return _make_nan_state(before)
     step = {n: after.theta[n] - t for n, t in before.theta.items()}
     values: dict[str, Tensor] = {}
-    for place, x in setting.points.items():
-        values[place] = _push_forward(start.model, before.theta, step, x)
+    for quantity, x in setting.points.items():
+        values[quantity] = _push_forward(start.model, before.theta, step, x)
     if start.push is None:  # where f is affine
         values["parameters"] = after.values["parameters"] - before.values["parameters"]
     else:
@@ -184,7 +184,7 @@ def _flatten(params: Params) -> Tensor:
 
 def _make_nan_state(template: RunState) -> RunState:
     """Return a state of the same shapes that is NaN everywhere."""
-    values = {place: torch.full_like(t, torch.nan) for place, t in template.values.items()}
+    values = {quantity: torch.full_like(t, torch.nan) for quantity, t in template.values.items()}
     theta = {name: torch.full_like(t, torch.nan) for name, t in template.theta.items()}
     return RunState(values, theta)
 

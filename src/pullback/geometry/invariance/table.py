@@ -71,7 +71,7 @@ class UpdateMismatch:
 
 @dataclass(frozen=True)
 class Measure:
-    """Mismatch seen in one place: on the batch, on probes, or among the parameters.
+    """Mismatch of one quantity: outputs at the batch or at probes, or parameters.
 
     Attributes:
         sizes: η, as multiples of the optimizer's own lr, largest first.
@@ -123,19 +123,19 @@ class AuditRow:
 
     Attributes:
         optimizer, transformation: their names.
-        places: "batch", functions compared there: Definition 5, invariance on the model;
+        measures: "batch", functions compared there: Definition 5, invariance on the model;
             "parameters", w₁ compared with f(θ₁): Definition 6, invariance on the parameter space;
             "probes", functions compared at other inputs, if any were given.
     """
 
     optimizer: str
     transformation: str
-    places: Mapping[str, Measure]
+    measures: Mapping[str, Measure]
 
     @property
     def verdict(self) -> Verdict:
         """Return the verdict on the function values at the batch."""
-        return self.places["batch"].verdict
+        return self.measures["batch"].verdict
 
 
 @dataclass(frozen=True)
@@ -183,20 +183,20 @@ class Audit:
         """Their names, in order."""
         return tuple(dict.fromkeys(r.transformation for r in (*self.rows, *self.skipped)))
 
-    def verdicts(self, place: str = "batch") -> dict[tuple[str, str], Verdict]:
+    def verdicts(self, quantity: str = "batch") -> dict[tuple[str, str], Verdict]:
         """By optimizer and transformation: on the "batch", on "probes" or for "parameters"."""
         return {
-            (r.optimizer, r.transformation): r.places[place].verdict
+            (r.optimizer, r.transformation): r.measures[quantity].verdict
             for r in self.rows
-            if place in r.places
+            if quantity in r.measures
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """One flat dict per row and place."""
+        """Return one flat dict per row and quantity."""
         records = []
         for row in self.rows:
-            for place, measure in row.places.items():
-                records.append(_make_record(row, place, measure))
+            for quantity, measure in row.measures.items():
+                records.append(_make_record(row, quantity, measure))
         return records
 
     def __str__(self) -> str:
@@ -211,15 +211,15 @@ class Audit:
         return "\n".join(lines)
 
 
-def _make_record(row: AuditRow, place: str, measure: Measure) -> dict[str, Any]:
-    """Return what was measured at one place as a flat dict."""
+def _make_record(row: AuditRow, quantity: str, measure: Measure) -> dict[str, Any]:
+    """Return the measure of one quantity as a flat dict."""
     finite = math.nan
     if measure.long_run:
         finite = measure.long_run[-1].mismatch
     record = {
         "optimizer": row.optimizer,
         "transformation": row.transformation,
-        "place": place,
+        "place": quantity,
         "verdict": str(measure.verdict),
         "order": measure.order,
         "direction": measure.direction.mismatch,
@@ -234,12 +234,12 @@ def _make_record(row: AuditRow, place: str, measure: Measure) -> dict[str, Any]:
 
 def format_details(audit: Audit) -> str:
     """Return the table of one optimizer: verdicts and mismatches of each transformation."""
-    steps = max((len(r.places["batch"].long_run) for r in audit.rows), default=0)
+    steps = max((len(r.measures["batch"].long_run) for r in audit.rows), default=0)
     columns = ["transformation", "on the batch", "order", "η → 0", "one step", f"{steps} steps"]
     columns += ["on probes", "on parameters"]
     rows = []
     for row in audit.rows:
-        batch = row.places["batch"]
+        batch = row.measures["batch"]
         rows.append(
             [
                 row.transformation,
@@ -255,10 +255,10 @@ def format_details(audit: Audit) -> str:
     return _format_table(f"Audit of {', '.join(audit.optimizers)}", columns, rows)
 
 
-def _format_verdict(row: AuditRow, place: str) -> str:
-    if place not in row.places:
+def _format_verdict(row: AuditRow, quantity: str) -> str:
+    if quantity not in row.measures:
         return "–"
-    return str(row.places[place].verdict)
+    return str(row.measures[quantity].verdict)
 
 
 def _format_last_step(measure: Measure) -> str:
@@ -285,7 +285,7 @@ def format_matrix(audit: Audit) -> str:
                 mismatches.append("")
             else:
                 verdicts.append(str(row.verdict))
-                mismatches.append(f"{row.places['batch'].direction.mismatch:.1e}")
+                mismatches.append(f"{row.measures['batch'].direction.mismatch:.1e}")
         lines += [verdicts, mismatches]
     columns = ["optimizer", *audit.transformations]
     return _format_table("Invariance of the update on the model", columns, lines)

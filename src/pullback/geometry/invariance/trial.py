@@ -101,15 +101,15 @@ class _Ends:
     twin: RunState
     twin_perturbed: RunState
 
-    def measure_mismatch(self, place: str) -> float:
+    def measure_mismatch(self, quantity: str) -> float:
         """Return the distance of twin and original."""
-        return _measure_distance(place, self.twin, self.original)
+        return _measure_distance(quantity, self.twin, self.original)
 
-    def measure_noise(self, place: str) -> float:
+    def measure_noise(self, quantity: str) -> float:
         """Return the larger distance that round-off of the start makes; 0 if none is finite."""
         distances = (
-            _measure_distance(place, self.original_perturbed, self.original),
-            _measure_distance(place, self.twin_perturbed, self.twin),
+            _measure_distance(quantity, self.original_perturbed, self.original),
+            _measure_distance(quantity, self.twin_perturbed, self.twin),
         )
         return max([0.0, *filter(math.isfinite, distances)])
 
@@ -151,10 +151,10 @@ class OptimizerTrial:
                 )
 
     def compare(self, name: str, twin: Twin) -> AuditRow:
-        """Return the mismatch of the twin's runs with the original's, at every place."""
+        """Return the mismatch of the twin's runs with the original's, for every quantity."""
         twin_runs = self._run(twin, may_diverge=True)
-        places = self._original_runs.exact.long[0].values
-        measures = {place: self._measure(place, twin_runs) for place in places}
+        quantities = self._original_runs.exact.long[0].values
+        measures = {quantity: self._measure(quantity, twin_runs) for quantity in quantities}
         return AuditRow(self.contender.name, name, measures)
 
     def _run(self, start: Twin, *, may_diverge: bool = False) -> NoisyRuns:
@@ -180,19 +180,19 @@ class OptimizerTrial:
 
         return Runs(short, long, find_tangent_of_size)
 
-    def _measure(self, place: str, twin_runs: NoisyRuns) -> Measure:
-        """Return the mismatch at one place, for all sizes and along the long run."""
+    def _measure(self, quantity: str, twin_runs: NoisyRuns) -> Measure:
+        """Return the mismatch of one quantity, for all sizes and along the long run."""
         start = self._original_runs.exact.long[0]
         steps = []
         for index in range(len(self.sizes)):
             before = self._original_runs.exact.short[index][0]
             ends = self._collect(twin_runs, lambda runs, index=index: runs.short[index][1])
-            steps.append(self._measure_step(place, before, ends))
+            steps.append(self._measure_step(quantity, before, ends))
         long_run = []
         for number in range(1, self.steps + 1):
             ends = self._collect(twin_runs, lambda runs, number=number: runs.long[number])
-            long_run.append(self._measure_step(place, start, ends))
-        direction = self._measure_direction(place, twin_runs)
+            long_run.append(self._measure_step(quantity, start, ends))
+        direction = self._measure_direction(quantity, twin_runs)
         return Measure(self.sizes, tuple(steps), direction, tuple(long_run))
 
     def _collect(self, twin_runs: NoisyRuns, select: Callable[[Runs], RunState]) -> _Ends:
@@ -204,29 +204,29 @@ class OptimizerTrial:
             select(twin_runs.perturbed),
         )
 
-    def _measure_step(self, place: str, start: RunState, ends: _Ends) -> UpdateMismatch:
+    def _measure_step(self, quantity: str, start: RunState, ends: _Ends) -> UpdateMismatch:
         """Return m(η), with at least the round-off that the values at the start have."""
-        moved = _measure_distance(place, ends.original, start)
-        noise = max(self.eps * float(start.values[place].norm()), ends.measure_noise(place))
+        moved = _measure_distance(quantity, ends.original, start)
+        noise = max(self.eps * float(start.values[quantity].norm()), ends.measure_noise(quantity))
         roundoff = max(_divide(noise, moved), self._resolution)
-        return UpdateMismatch(_divide(ends.measure_mismatch(place), moved), roundoff)
+        return UpdateMismatch(_divide(ends.measure_mismatch(quantity), moved), roundoff)
 
-    def _measure_direction(self, place: str, twin_runs: NoisyRuns) -> UpdateMismatch:
+    def _measure_direction(self, quantity: str, twin_runs: NoisyRuns) -> UpdateMismatch:
         """Return m(0), from the smallest step that stands out of round-off."""
         best = UpdateMismatch(math.inf, math.inf)
         for index in reversed(range(len(self.sizes))):
             tangents = self._collect(twin_runs, lambda runs, index=index: runs.find_tangent(index))
-            length = float(tangents.original.values[place].norm())
+            length = float(tangents.original.values[quantity].norm())
             # a step is known as the difference of two points, which round-off sets
             cancellation = max(
                 1.0,
                 _measure_cancellation(self._original_runs.exact, index),
                 _measure_cancellation(twin_runs.exact, index),
             )
-            noise = _divide(tangents.measure_noise(place), length)
+            noise = _divide(tangents.measure_noise(quantity), length)
             roundoff = max(noise, self.eps * cancellation, self._resolution)
             if roundoff <= best.roundoff:
-                mismatch = _divide(tangents.measure_mismatch(place), length)
+                mismatch = _divide(tangents.measure_mismatch(quantity), length)
                 best = UpdateMismatch(mismatch, roundoff)
             if THRESHOLDS.slack * best.roundoff <= THRESHOLDS.clear:
                 break
@@ -247,9 +247,9 @@ def _measure_cancellation(runs: Runs, index: int) -> float:
     return start_length / step_length
 
 
-def _measure_distance(place: str, state: RunState, other: RunState) -> float:
-    """Return the distance of two states at a place; infinite if one of them is not finite."""
-    distance = float((state.values[place] - other.values[place]).norm())
+def _measure_distance(quantity: str, state: RunState, other: RunState) -> float:
+    """Return the distance of two states in a quantity; infinite if one of them is not finite."""
+    distance = float((state.values[quantity] - other.values[quantity]).norm())
     if not math.isfinite(distance):
         return math.inf
     return distance

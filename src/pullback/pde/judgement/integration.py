@@ -21,7 +21,7 @@ from ...maps.jets import Index
 from ..discretization.sites import draw_sites
 from ..domains import PointSet, Region
 from ..domains.sampling import Points
-from ..problem.conditions import Condition, Equation
+from ..problem.conditions import Condition
 from ..problem.fields import Field, View, call_by_name
 from ..problem.problem import Problem
 from .error_profile import ErrorProfile, WindowError
@@ -110,7 +110,7 @@ class InitialValueProblem:
         equations: list[Condition] = []
         initial_conditions: list[Condition] = []
         for condition in problem.conditions:
-            if isinstance(condition, Equation) and condition.on is None:
+            if condition.is_equation and condition.on is None:
                 equations.append(condition)
             elif _holds_at_start(problem, condition):
                 initial_conditions.append(condition)

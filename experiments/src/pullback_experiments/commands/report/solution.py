@@ -70,7 +70,17 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
     html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(blocks)}\n</article>'
     took = float(result["seconds"])
     seed = str(config["seed"])
-    return ReportEntry(anchor, PAPER, name, "pullback solve", "not judged", "–", seed, took, html)
+    return ReportEntry(
+        anchor=anchor,
+        paper=PAPER,
+        name=name,
+        figure="pullback solve",
+        verdict="not judged",
+        claims="–",
+        seeds=seed,
+        took=took,
+        html=html,
+    )
 
 
 def history(record: Mapping[str, Any]) -> list[Chart]:
