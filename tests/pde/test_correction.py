@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import pde
+from pullback.pde.judgement import correction
 from pullback.pde.judgement.chebyshev import ChebyshevBasis, differentiate_chebyshev
 from pullback.pde.judgement.correction import CorrectionFailed, correct_solution, is_resolved
 from pullback.pde.judgement.error_profile import ErrorProfile
@@ -131,6 +133,24 @@ def test_a_nonlinear_equation_and_a_large_error() -> None:
     profile, true = correct(problem, lambda x: logistic(x[:, 1:], 2e-3))
     assert true > 0.3
     assert profile.error == pytest.approx(true, rel=0.1)
+
+
+def test_tiny_errors_of_a_nonlinear_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's second step is round-off, which lowers the residuals or does not by chance."""
+    limits = replace(correction.LIMITS, levels=correction.LIMITS.levels[:1])
+    monkeypatch.setattr(correction, "LIMITS", limits)
+    problem = pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 4)),
+        [pde.Equation(lambda u: u.t - u * (1 - u)), pde.Initial(0.5)],
+        exact=lambda t: torch.sigmoid(t),
+    )
+
+    def add_error(x: Any, size: float) -> Any:
+        return torch.sigmoid(x[:, 1:]) + size * torch.tanh(3 * (x[:, 1:] - 0.9))
+
+    for size in (1e-8, 1e-9, 1e-10, 1e-11, 1e-12):
+        profile, true = correct(problem, lambda x, size=size: add_error(x, size))
+        assert profile.error == pytest.approx(true, rel=0.1)
 
 
 def test_a_wrong_share_of_mass_in_two_wells() -> None:

@@ -65,6 +65,9 @@ class CorrectionLimits:
         newton_steps: for equations that are not linear.
         halvings: of a step of Newton's method.
         newton_tolerance: of a step relative to the error: one digit of an error is enough.
+        floor_share: of the residuals, that a step must promise to leave where none lowers them:
+            they are at their floor, which round-off sets for errors of 1e-9. A step that promises
+            less and does not lower them has no solution near it.
         resolved_share: of the residuals that the polynomials may leave; they see the rest.
         smallest_singular_value: relative, below which combinations of polynomials are left out.
         loose_share: of a field, that such a combination may have: no condition determines it.
@@ -84,6 +87,7 @@ class CorrectionLimits:
     newton_steps: int = 8
     halvings: int = 6
     newton_tolerance: float = 0.05
+    floor_share: float = 0.9
     resolved_share: float = 0.3
     smallest_singular_value: float = 1e-12
     loose_share: float = 1e-4
@@ -302,6 +306,11 @@ class LinearSystem:
         result = torch.linalg.lstsq(self.rows, right_side, rcond=tolerance, driver="gelsd")
         return result.solution[:, 0]
 
+    def is_at_floor(self, step: Tensor) -> bool:
+        """Return True if the linearized residuals are hardly smaller after a step."""
+        promised = float((self.residuals + self.rows @ step.flatten()).norm())
+        return promised >= LIMITS.floor_share * self.norm
+
 
 @dataclass(frozen=True)
 class ConditionRows:
@@ -464,7 +473,7 @@ class Window:
         for _ in range(LIMITS.newton_steps):
             step = system.solve().view_as(self._coefficients)
             if not is_affine:
-                step = self._shorten(step, system.norm)
+                step = self._shorten(step, system)
             self._coefficients = self._coefficients + step
             system = self._linearize(self._coefficients)
             if not math.isfinite(system.norm):
@@ -475,12 +484,18 @@ class Window:
                 return
         raise CorrectionFailed
 
-    def _shorten(self, step: Tensor, norm: float) -> Tensor:
-        """Return the step, halved until the residuals are not larger than before."""
+    def _shorten(self, step: Tensor, system: LinearSystem) -> Tensor:
+        """Return the step, halved until the residuals are not larger than before.
+
+        It is zero where the residuals are at their floor.
+        """
+        shortened = step
         for _ in range(LIMITS.halvings):
-            if self._linearize(self._coefficients + step).norm <= norm:
-                return step
-            step = step / 2
+            if self._linearize(self._coefficients + shortened).norm <= system.norm:
+                return shortened
+            shortened = shortened / 2
+        if system.is_at_floor(step):
+            return torch.zeros_like(step)
         raise CorrectionFailed
 
     def _linearize(self, coefficients: Tensor) -> LinearSystem:
