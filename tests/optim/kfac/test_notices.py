@@ -47,8 +47,9 @@ def test_a_head_beside_the_measured_output_is_named_once() -> None:
                 warnings.simplefilter("error")
                 opt.step()
         else:
-            with pytest.warns(RuntimeWarning, match=r"side\.weight, side\.bias"):
+            with pytest.warns(RuntimeWarning, match=r"side\.weight, side\.bias") as records:
                 opt.step()
+            assert records[0].filename == __file__  # the line of the user's own call
     rows = {row.name: row.block for row in opt.coverage()}
     assert rows["side.weight"] == "gradient"
 

@@ -37,9 +37,6 @@ class Descent(Rule):
     def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
         return gradient
 
-    def accepts(self, role: Any) -> bool:
-        return True
-
 
 @dataclass
 class OneMoment(RuleState):
@@ -130,6 +127,11 @@ def test_a_rule_without_statistics_is_gradient_descent() -> None:
         F.cross_entropy(twin(x), y).backward()
         sgd.step()
     torch.testing.assert_close(vector(model), vector(twin))
+    assert {row.rule for row in opt.coverage()} == {"descent"}
+    assert not opt.coverage().is_preliminary
+    with_others = pb.KFAC(net(), 0.05, rule=Spectral(others=Descent()))
+    train(with_others, with_others.model, 1)
+    assert "descent" in {row.rule for row in with_others.coverage()}
 
 
 def test_a_refresh_without_a_report_is_refused() -> None:
@@ -163,6 +165,22 @@ def test_impossible_declarations_are_refused_at_construction() -> None:
             wrong()
     with refused("cannot be the rule for others", "all parameters", "Use AdamW()"):
         pb.KFAC(net(), rule=Spectral(others=Scaled()))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "remedy"),
+    [
+        ("others", "adam", "Use Rule or None"),
+        ("damping", 0.1, "Use Damping or None"),
+        ("estimation", {}, "Use Estimation"),
+        ("defaults", 0.1, "Use Defaults"),
+        ("kl_clip", 1e-3, "INPUTS_AND_OUTPUTS"),
+    ],
+)
+def test_attributes_that_a_rule_cannot_have(attribute: str, value: Any, remedy: str) -> None:
+    rule = type("Wrong", (Scaled,), {attribute: value})()
+    with refused(attribute, "", remedy):
+        pb.KFAC(net(), rule=rule)
 
 
 # --- states that no longer fit ------------------------------------------------------------------
@@ -222,6 +240,44 @@ class KeepsNoState(Scaled):
         return None
 
 
+class Undecorated(RuleState):
+    def __init__(self, moment: Tensor) -> None:
+        self.moment = moment
+
+
+class KeepsNoFields(Scaled):
+    def init(self, shape: Any) -> RuleState:
+        return Undecorated(shape.zeros(*shape.size))
+
+
+class RefreshesMomentum(Scaled):
+    """What is not declared as refreshed would be lost where blocks are stacked."""
+
+    def init(self, shape: Any) -> RuleState:
+        return OneMoment(shape.zeros(*shape.size), shape.zeros(shape.size[0]))
+
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        state.momentum += averages.normalize().input_factor.mean()
+        return RefreshReport()
+
+
+class RefreshesOneBlock(Scaled):
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        state.scale = averages.normalize().input_factor[:, 0, 0].expand(3, -1)
+        return RefreshReport()
+
+
+class ReplacesMoment(Descent):
+    """A moment in another tensor would be lost at the next change of the stacks."""
+
+    def init(self, shape: Any) -> RuleState:
+        return Listed(shape.zeros(*shape.size))
+
+    def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
+        state.moments = state.moments + gradient
+        return state.moments
+
+
 class ReadsOutputs(Scaled):
     def refresh(self, averages: Any, state: Any) -> RefreshReport:
         assert averages.pair.output_factor is not None
@@ -238,6 +294,10 @@ REFUSED = {
     KeepsTupleOfLists: ("moments of its state is a tuple", "a field for each tensor"),
     KeepsWithoutBlocks: ("has shape (17, 2) for 1 blocks", "first axis"),
     KeepsNoState: ("init returned NoneType", "extends RuleState"),
+    KeepsNoFields: ("moment of its state is no field", "Decorate Undecorated with @dataclass"),
+    RefreshesMomentum: ("refresh changed momentum", "field(metadata=REFRESHED)"),
+    RefreshesOneBlock: ("refresh left scale with shape (3, 1) for 1 blocks", "first axis"),
+    ReplacesMoment: ("direction replaced moments of the state", "Write into the tensor"),
     ReadsOutputs: ("reads the output factor", "INPUTS_AND_OUTPUTS"),
     SumsBlocks: ("direction returned shape", "gradient's shape"),
 }

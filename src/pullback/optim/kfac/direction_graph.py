@@ -15,6 +15,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from ..checks import find_user_stacklevel
 from .rules import StepContext
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class DirectionGraph:
             self._has_failed = True
             warn(
                 f"KFAC could not capture its step in a CUDA graph, and runs without one: {error}",
-                stacklevel=2,
+                stacklevel=find_user_stacklevel(),
             )
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,9 @@ from ...metrics import Euclidean, Metric
 from ...steps import Step
 from ..checks import metric_of, refuse_parameter
 from .arguments import check
+from .factors.damping import Damping
 from .needs import refuse_step
-from .rules import AdamW, Defaults, Eigenbasis, Natural, Rule, Spectral, Statistics
+from .rules import AdamW, Defaults, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
 
 #: layers by which a transformer or a relative of it is known
 _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -29,6 +31,13 @@ _RULES: dict[str, Callable[..., Rule]] = {
     "eigenbasis": Eigenbasis,
     "spectral": Spectral,
     "adam": AdamW,
+}
+#: what attributes of a rule must be
+_TYPES: dict[str, tuple[type, ...]] = {
+    "defaults": (Defaults,),
+    "estimation": (Estimation,),
+    "others": (Rule, NoneType),
+    "damping": (Damping, NoneType),
 }
 #: the bound of a KL clip that was not given
 _KL_CLIP = 1e-3
@@ -153,6 +162,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     step = arguments.step
     rule = choose_rule(model, arguments.rule, arguments.likelihood, arguments.damping, step)
+    _check_types(rule)
     values = arguments.fill_in(rule.default_arguments())
     check(
         **vars(values), weight_decay=arguments.weight_decay, output=arguments.output,
@@ -198,6 +208,7 @@ def _find_others(rule: Rule) -> Rule | None:
         others = rule.others
         if others is None:
             others = AdamW()
+        _check_types(others)
         _check_rule(others)
         return others
     if rule.is_elementwise:
@@ -289,12 +300,31 @@ def _check_rule(rule: Rule) -> None:
         batch_dim=estimation.batch_dim, reduction=estimation.reduction, seed=estimation.seed,
         joint=estimation.joint, rate=rule.rate, warmup=rule.warmup, kl_clip=rule.kl_clip,
     )  # fmt: skip
+    if rule.kl_clip is not None and rule.reads is not Statistics.INPUTS_AND_OUTPUTS:
+        raise PullbackError(
+            f"kl_clip of {rule!r} is not usable",
+            f"the rule reads {rule.reads}, and F̂ has both factors",
+            "Declare reads = Statistics.INPUTS_AND_OUTPUTS, or leave kl_clip out",
+        )
     if rule.others is not None and not rule.others.accepts(Role.VECTOR):
         raise PullbackError(
             f"{rule.others!r} cannot be the rule for others",
             "it does not take all parameters",
             "Use AdamW(), or a rule that accepts every kind of parameter",
         )
+
+
+def _check_types(rule: Rule) -> None:
+    """Raise for attributes of a rule that are of another type."""
+    for name, expected in _TYPES.items():
+        value = getattr(rule, name)
+        if not isinstance(value, expected):
+            usable = " or ".join(option.__name__ for option in expected)
+            raise PullbackError(
+                f"{name} of {rule!r} is not usable",
+                f"it is {value!r}",
+                f"Use {usable.replace('NoneType', 'None')}",
+            )
 
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:

@@ -107,7 +107,8 @@ def coverage_of(facts: CoverageFacts, params: Tensors) -> Coverage:
         blocks |= dict.fromkeys(key.names, key)
     rows = [_row_of(name, p, blocks.get(name), facts) for name, p in params.items()]
     coverage = Coverage(rows)
-    coverage.is_preliminary = not facts.state.measured_keys
+    takes_statistics = not facts.state.assignment.rule.is_elementwise
+    coverage.is_preliminary = takes_statistics and not facts.state.measured_keys
     return coverage
 
 
@@ -338,7 +339,7 @@ class Notices:
             f"depend: {treatment}. Measure their output too (output=), "
             "or give them to another optimizer.",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=find_user_stacklevel(),
         )
 
     def warn_plain(self, params: Tensors, plain: Mapping[str, str], has_others: bool) -> None:
@@ -355,7 +356,7 @@ class Notices:
             f"{100 * share:.0f} % of the trained parameters {treatment}, {most} among them: "
             f"{plain[most]}. coverage() says what is known of each.",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=find_user_stacklevel(),
         )
 
     def warn_not_finite(self) -> None:
@@ -379,7 +380,7 @@ class Notices:
             loss = loss.item()
         if isinstance(loss, float):
             self._growth[:] = self._growth or [loss, 0]
-            warn_growth(self._growth, loss, "Take a smaller lr", 6)
+            warn_growth(self._growth, loss, "Take a smaller lr", find_user_stacklevel())
 
 
 @dataclass(frozen=True)

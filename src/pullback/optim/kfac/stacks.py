@@ -18,7 +18,7 @@ from .direction_graph import DirectionGraph
 from .factors.averages import Average, gram_of, stack_averages, undivided_gram
 from .factors.block import BlockKey, BlockKind
 from .rules import BlockShape, FactorAverages, RefreshReport, Rule, RuleState, StepContext
-from .rules.base import InputFactor, Statistics, make_direction_error
+from .rules.base import InputFactor, StateCheck, Statistics, make_direction_error
 
 Averages = Mapping[BlockKey, Average]
 Tensors = Mapping[str, Tensor]
@@ -245,8 +245,10 @@ class BlockStates:
     def _refresh_stacks(self, stacks: Sequence[RefreshStack]) -> None:
         """Refresh stacks, which follow one rule, and give every block its part."""
         averages = [stack.averages for stack in stacks]
+        checks = [StateCheck(stack.rule, stack.state) for stack in stacks]
         reports = stacks[0].rule.refresh_stacks(averages, [stack.state for stack in stacks])
-        for stack, report in zip(stacks, reports, strict=True):
+        for stack, check, report in zip(stacks, checks, reports, strict=True):
+            check.refuse_lost_refresh(sum(block.shape.size[0] for block in stack.blocks))
             start = 0
             for block in stack.blocks:
                 stop = start + block.shape.size[0]
@@ -402,6 +404,8 @@ class Stack:
         self._state = join_states([block.state for block in blocks], self._axis)
         if len(blocks) > 1:
             self._make_views()
+        #: until the first direction is found
+        self._check: StateCheck | None = StateCheck(self.rule, self._state)
 
     def _make_views(self) -> None:
         """Let every block's state be a part of the joined one."""
@@ -432,6 +436,9 @@ class Stack:
             if not isinstance(direction, Tensor) or direction.shape != gradient.shape:
                 raise make_direction_error(self.rule, direction, gradient)
             pieces = [direction]
+        if self._check is not None:
+            self._check.refuse_lost_direction()
+            self._check = None
         for tensor, copy in before:
             tensor.copy_(copy)
         return pieces

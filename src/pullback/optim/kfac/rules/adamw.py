@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ....maps.roles import Role
 from ..arguments import check
 from .base import (
     BlockShape,
@@ -52,12 +51,6 @@ class AdamW(Rule):
         self.betas = betas
         self.eps = eps
         self.rate = rate
-
-    def accepts(self, role: Role) -> bool:
-        return True
-
-    def fits(self, shape: BlockShape) -> bool:
-        return True
 
     def group_options(self) -> dict[str, Any]:
         return {"betas": self.betas}

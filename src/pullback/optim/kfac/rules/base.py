@@ -363,7 +363,8 @@ class Rule(ABC):
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         """Return the direction of a gradient, and advance moments.
 
-        The gradient has the blocks' size: (B, O, n), of units (U, k), of entries (1, N).
+        The gradient has the blocks' size: (B, O, n), of units (U, k), of entries (1, N). It may be
+        `p.grad` itself, so it is not to be changed in place.
         """
 
     def make_state(self, shape: BlockShape) -> RuleState:
@@ -372,7 +373,12 @@ class Rule(ABC):
         if not isinstance(state, RuleState):
             why = f"init returned {type(state).__name__}"
             raise _make_class_error(type(self), why, "Return a dataclass that extends RuleState")
+        names = {f.name for f in fields(state)}
         for name, value in vars(state).items():
+            if name not in names:
+                why = f"{name} of its state is no field of a dataclass"
+                remedy = f"Decorate {type(state).__name__} with @dataclass, and declare the field"
+                raise _make_class_error(type(self), why, remedy)
             if isinstance(value, Tensor):
                 if value.shape[:1] != shape.size[:1]:
                     counted = f"{shape.size[0]} blocks"
@@ -392,13 +398,20 @@ class Rule(ABC):
         return self.defaults
 
     def accepts(self, role: Role) -> bool:
-        """Return whether parameters of this role follow the rule: by default matrices."""
+        """Return whether parameters of this role follow the rule.
+
+        By default matrices, and all parameters where the rule is elementwise.
+        """
+        if self.is_elementwise:
+            return True
         if role is Role.HEAD:
             return self.takes_head
         return role in (Role.MATRIX, Role.CONVOLUTION, Role.EXPERTS)
 
     def fits(self, shape: BlockShape) -> bool:
         """Return whether blocks of this shape have the factors that the rule reads."""
+        if self.is_elementwise:
+            return True
         if self.reads is Statistics.INPUTS:
             return shape.dense_columns
         return shape.dense_rows and shape.dense_columns
@@ -473,6 +486,52 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+class StateCheck:
+    """What a state holds before a rule's method is called, to refuse changes that would be lost.
+
+    The state that `refresh` and `direction` get is a stack of the blocks' states. After a refresh
+    the `REFRESHED` tensors are copied to the blocks, and sent to other processes. Between
+    refreshes the blocks' tensors are views of the stack's: what is written into them is kept.
+    """
+
+    def __init__(self, rule: Rule, state: RuleState) -> None:
+        self._rule = type(rule)
+        self._state = state
+        self._values = dict(vars(state))
+        self._versions = {name: t._version for name, t in state.tensors().items()}
+
+    def refuse_lost_refresh(self, blocks: int) -> None:
+        """Raise where a refresh has changed what is not refreshed, or not for all blocks."""
+        refreshed = self._state.refreshed_names()
+        for name, value in vars(self._state).items():
+            if name in refreshed:
+                self._refuse_other_blocks(name, value, blocks)
+            elif self._is_replaced(name) or self._is_written(name):
+                why = f"refresh changed {name} of the state, which is not declared as refreshed"
+                remedy = f"Declare {name}: Tensor = field(metadata=REFRESHED)"
+                raise _make_class_error(self._rule, why, remedy)
+
+    def refuse_lost_direction(self) -> None:
+        """Raise where a direction has put another value in the place of a tensor."""
+        for name in vars(self._state):
+            if self._is_replaced(name):
+                why = f"direction replaced {name} of the state"
+                remedy = f"Write into the tensor, such as by step.average(state.{name}, new, 0.1)"
+                raise _make_class_error(self._rule, why, remedy)
+
+    def _is_replaced(self, name: str) -> bool:
+        return name not in self._values or getattr(self._state, name) is not self._values[name]
+
+    def _is_written(self, name: str) -> bool:
+        return name in self._versions and self._values[name]._version != self._versions[name]
+
+    def _refuse_other_blocks(self, name: str, value: Any, blocks: int) -> None:
+        if self._state.is_rebuilt or not isinstance(value, Tensor) or len(value) == blocks:
+            return
+        why = f"refresh left {name} with shape {tuple(value.shape)} for {blocks} blocks"
+        raise _make_class_error(self._rule, why, "Let the first axis count blocks")
 
 
 def make_direction_error(rule: Rule, direction: Any, gradient: Tensor) -> PullbackError:

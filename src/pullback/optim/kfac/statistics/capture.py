@@ -40,7 +40,7 @@ from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
 from ....maps.record import ForwardRecord, ModelLayers, RecordedPass, find_factor_layer
 from ....maps.roles import assign_roles
-from ...checks import warn_derivatives, warn_mismatch
+from ...checks import find_user_stacklevel, warn_derivatives, warn_mismatch
 from ..assignment import Assignment
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
@@ -640,7 +640,7 @@ class StatisticsCapture:
         value = move_samples_first(z, options.batch_dim)
         cotangent = move_samples_first(slope, options.batch_dim)
         if self._checks_left == _LIMITS.checks:
-            warn_mismatch(options.metric, value, cotangent, stacklevel=2)
+            warn_mismatch(options.metric, value, cotangent, find_user_stacklevel())
         self._checks_left -= 1
         if options.fisher != "empirical" or options.accepts_scaled_loss:
             return
@@ -660,7 +660,7 @@ class StatisticsCapture:
                 'the loss is scaled, give KFAC grad_scaler=...: fisher="empirical" takes the '
                 "gradient as it is.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=find_user_stacklevel(),
             )
 
     def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]] | None:
@@ -670,7 +670,7 @@ class StatisticsCapture:
         """
         pool = self.pool
         if pool.obstacle is Obstacle.INPUT_DERIVATIVES:
-            warn_derivatives(stacklevel=2)
+            warn_derivatives(find_user_stacklevel())
         self.clear_pool()
         if not pool.sums:
             if pool.samples > 0:
