@@ -162,6 +162,7 @@ def test_budgets_and_callbacks_end_all_slabs() -> None:
     assert len(none.history) == 0
     x = torch.rand(5, 2).double()
     assert none(x).shape == (5, 1)
+    assert "the budget of 0.001 s" in run(budget=1e-3).stopped  # and not the share of a slab
     asked = run(callbacks=[lambda run, info: len(run.history) == 2])
     assert len(asked.history) == 2
     assert "callback" in asked.stopped

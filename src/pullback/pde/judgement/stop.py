@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -72,6 +72,12 @@ class Stop:
     def is_requested(self) -> bool:
         """Return True if the result is as good as was asked for, or the caller ended the run."""
         return self.reason in {StopReason.TOLERANCE_REACHED, StopReason.CALLBACK}
+
+    def with_whole_budget(self, budget: float | None) -> Stop:
+        """Return the stop with the budget of a whole solve, where a part of it spent its share."""
+        if self.reason is not StopReason.BUDGET_SPENT or budget is None:
+            return self
+        return replace(self, limit=budget)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, to save."""

@@ -226,6 +226,8 @@ class SlabMarch:
             self._planned_count or len(networks),
             ended=self._ends_march(last),
         )
+        whole_budget = self._settings.limits.budget
+        verdict = replace(verdict, stop=verdict.stop.with_whole_budget(whole_budget))
         is_solved = verdict.name is Outcome.CONVERGED and not self._has_spent_budget
         if self._control.accurate_residual is not None and is_solved:
             verdict = replace(verdict, stop=Stop(StopReason.ALL_SLABS, len(networks)))

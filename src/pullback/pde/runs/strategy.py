@@ -435,7 +435,8 @@ class Strategy:
         others = [attempt.describe() for attempt in self._attempts if attempt.words != words]
         if self._march_seconds and words != _SLABS:
             others.append(_SLABS)
-        solution.verdict = replace(solution.verdict, tried=(words, *others))
+        stop = solution.verdict.stop.with_whole_budget(self._settings.limits.budget)
+        solution.verdict = replace(solution.verdict, stop=stop, tried=(words, *others))
         return solution
 
 
