@@ -371,3 +371,68 @@ def test_growth_of_systems() -> None:
     wave = pde.Problem(square, [pde.Equation(lambda u: u.tt - u.xx), pde.Dirichlet(0.0)])
     trial = pde.PDESolution(wave, pde.mlp(2, 3, 1, seed=0), pde.History())._trial
     assert measure_growth(wave, trial, {}) == 1.0
+
+
+def laplace_without_a_side() -> pde.Problem:
+    """Values are given on three sides: sin(πy) sinh(πx) can be added."""
+    square = pde.Box([(0, 1), (0, 1)])
+    return pde.Problem(
+        square,
+        [
+            pde.Equation(lambda u: u.laplacian),
+            pde.Dirichlet(lambda y: torch.sin(pi * y), on=square.face("x", "low"), name="left"),
+            pde.Dirichlet(0.0, on=square.face("y", "low"), name="low"),
+            pde.Dirichlet(0.0, on=square.face("y", "high"), name="high"),
+        ],
+        exact=lambda x, y: torch.cosh(pi * x) * torch.sin(pi * y),
+    )
+
+
+def heat_without_initial_values() -> pde.Problem:
+    """The wave sin(πx) exp(−π²t) can be added."""
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u: u.t - u.xx),
+            pde.Dirichlet(lambda x, t: torch.sin(x) * torch.exp(-t)),
+        ],
+        exact=lambda x, t: torch.sin(x) * torch.exp(-t),
+    )
+
+
+def resonance(share: float) -> pde.Problem:
+    """u'' + k²u = f on [0, 1] with k = π(1 + share): a well-posed problem unless the share is 0."""
+    k = pi * (1 + share)
+    return pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, x: u.xx + k**2 * u - (k**2 - 4 * pi**2) * torch.sin(2 * pi * x)),
+            pde.Dirichlet(0.0),
+        ],
+        exact=lambda x: torch.sin(2 * pi * x),
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_determined"),
+    [
+        (laplace_without_a_side(), False),
+        (heat_without_initial_values(), False),
+        (resonance(0.0), False),
+        (resonance(1e-4), True),
+    ],
+    ids=["side", "initial", "resonance", "near-resonance"],
+)
+def test_what_conditions_leave_open(problem: pde.Problem, is_determined: bool) -> None:
+    """The error is infinite, however small the residuals are; near a resonance it is not."""
+
+    def add_error(x: Any) -> Any:
+        columns = [x[:, i : i + 1] for i in range(problem.domain.dim)]
+        return problem.exact(*columns) + 1e-9 * torch.sin(3 * columns[0])
+
+    profile, true = correct(problem, add_error)
+    assert profile.is_determined == is_determined
+    if is_determined:
+        assert profile.error == pytest.approx(true, rel=0.1)
+    else:
+        assert profile.error == math.inf

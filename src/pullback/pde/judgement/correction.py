@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -65,13 +65,18 @@ class CorrectionLimits:
         newton_steps: for equations that are not linear.
         halvings: of a step of Newton's method.
         newton_tolerance: of a step relative to the error: one digit of an error is enough.
-        floor_share: of the residuals, that a step must promise to leave where none lowers them:
-            they are at their floor, which round-off sets for errors of 1e-9. A step that promises
-            less and does not lower them has no solution near it.
+        floor_share: of the residuals, that a step promises to leave, and lowers none: from this on
+            they are at their floor, which round-off sets for tiny errors. Of noise at twice as many
+            points as coefficients 0.7 is left. One that promises more has no solution near it.
         resolved_share: of the residuals that the polynomials may leave; they see the rest.
         smallest_singular_value: relative, below which combinations of polynomials are left out.
         loose_share: of a field, that such a combination may have: no condition determines it.
         error_points: of a window, at which errors are measured.
+        reach_growth: of the reach from one level to the next, from which on it has no limit. It is
+            at most 6 for 43 well-posed problems, and 36 or more where conditions are missing and
+            for Cauchy problems of Laplace's equation.
+        large_reach: below which growth does no harm; well-posed problems are below 500, but for
+            those near a resonance, whose reach is large and does not grow.
     """
 
     levels: tuple[CorrectionLevel, ...] = (
@@ -87,11 +92,13 @@ class CorrectionLimits:
     newton_steps: int = 8
     halvings: int = 6
     newton_tolerance: float = 0.05
-    floor_share: float = 0.9
+    floor_share: float = 0.5
     resolved_share: float = 0.3
     smallest_singular_value: float = 1e-12
     loose_share: float = 1e-4
     error_points: int = 400
+    reach_growth: float = 15.0
+    large_reach: float = 1e3
 
 
 LIMITS = CorrectionLimits()
@@ -106,7 +113,8 @@ def correct_solution(
 ) -> ErrorProfile | None:
     """Return the error of a solution by polynomials.
 
-    The smallest discretization that explains the residuals is taken, else the best one.
+    The smallest discretization that explains the residuals is taken, else the best one. The next
+    one tells whether the conditions determine the solution.
 
     Returns:
         None where polynomials cannot be used: for energies, data, priors and unknown coefficients,
@@ -121,18 +129,48 @@ def correct_solution(
     if space is None:
         return None
     best: ErrorProfile | None = None
-    for level in LIMITS.levels:
+    best_number = 0
+    for number, level in enumerate(LIMITS.levels):
         try:
             profile = _march(space, level)
         except (CorrectionFailed, torch.linalg.LinAlgError):
             continue
         if best is None or profile.unresolved < best.unresolved:
             best = profile
+            best_number = number
         if is_resolved(best):
             break
     if best is None:
         raise CorrectionFailed
-    return best
+    return replace(best, is_determined=_is_determined(space, best_number))
+
+
+def _is_determined(space: ErrorSpace, number: int) -> bool:
+    """Return True if no error is much larger than the residuals that it causes.
+
+    In a well-posed problem ‖e‖ ≤ C‖A e‖. The largest ratio over polynomials, their reach, is C for
+    all but the coarsest. Where a condition is missing, other solutions differ by an e with A e = 0.
+    Finer polynomials come closer and closer to it, and their reach grows from level to level.
+
+    Args:
+        space: where the error lives.
+        number: of the level that explains the residuals; it is compared with the next one.
+    """
+    coarse = min(number, len(LIMITS.levels) - 2)
+    try:
+        reach = _measure_reach(space, LIMITS.levels[coarse])
+        finer_reach = _measure_reach(space, LIMITS.levels[coarse + 1])
+    except torch.linalg.LinAlgError:
+        raise CorrectionFailed from None
+    if math.isinf(reach) or math.isinf(finer_reach):
+        return False
+    return finer_reach <= max(LIMITS.large_reach, LIMITS.reach_growth * reach)
+
+
+def _measure_reach(space: ErrorSpace, level: CorrectionLevel) -> float:
+    """Return the reach of a level's polynomials in the first window."""
+    first = _place_windows(space, level)[0]
+    return _open_window(space, level, first, None).measure_reach()
 
 
 def is_resolved(profile: ErrorProfile) -> bool:
@@ -215,17 +253,12 @@ def _find_highest_order(problem: Problem) -> int:
 def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
     """Return the error window by window."""
     problem = space.problem
-    is_cut = _is_cut_in_time(space)
     windows: list[WindowError] = []
     unresolved = 0.0
     unexplained = 0.0
     initial_values: FieldAtTime | None = None
     for piece in _place_windows(space, level):
-        restricted = problem
-        if is_cut:
-            restricted = restrict_to_window(problem, piece.start, piece.end, initial_values)
-        degrees = _choose_degrees(restricted, level, space.largest_degree, is_window=is_cut)
-        window = Window(restricted, piece.network, space.distance, degrees)
+        window = _open_window(space, level, piece, initial_values)
         window.solve()
         unresolved = max(unresolved, window.unresolved)
         if unresolved > LIMITS.resolved_share:
@@ -233,6 +266,18 @@ def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
         windows.append(window.measure(piece.start, piece.end, unexplained))
         initial_values = window.read_values
     return ErrorProfile(tuple(windows), problem.fields, find_nonzero_fields(problem), unresolved)
+
+
+def _open_window(
+    space: ErrorSpace, level: CorrectionLevel, piece: Piece, initial_values: FieldAtTime | None
+) -> Window:
+    """Return the equations for the error on a window, which begins with values of the last one."""
+    is_cut = _is_cut_in_time(space)
+    restricted = space.problem
+    if is_cut:
+        restricted = restrict_to_window(restricted, piece.start, piece.end, initial_values)
+    degrees = _choose_degrees(restricted, level, space.largest_degree, is_window=is_cut)
+    return Window(restricted, piece.network, space.distance, degrees)
 
 
 def _is_cut_in_time(space: ErrorSpace) -> bool:
@@ -509,25 +554,31 @@ class Window:
     def bound_unexplained(self, initial_error: float) -> float:
         """Return the root mean square of what residuals that e leaves may add to the error.
 
-        It is σ·‖r‖, where σ = max ‖e‖/‖A e‖ over all polynomials: the equation's stability as far
-        as they see it.
+        It is the reach of the polynomials times the norm of these residuals.
 
         Args:
             initial_error: that of the window before, which the initial values have.
         """
-        system = self._linearize(self._coefficients)
-        violation = system.norm
+        violation = self._linearize(self._coefficients).norm
         for rows in self._rows:
             if rows.condition.is_initial:
                 violation += rows.scale * initial_error
-        _, singular_values, directions = torch.linalg.svd(system.rows, full_matrices=False)
+        return self.measure_reach() * violation
+
+    def measure_reach(self) -> float:
+        """Return max ‖e‖/‖A e‖ over all polynomials e: the equation's stability as they see it.
+
+        It is infinite if some of them move the fields and change no residual.
+        """
+        rows = self._linearize(self._coefficients).rows
+        _, singular_values, directions = torch.linalg.svd(rows, full_matrices=False)
         is_seen = singular_values > LIMITS.smallest_singular_value * singular_values[0]
         fields = self._evaluate_fields()
         unseen = fields @ directions[~is_seen].T
         if unseen.numel() and float(unseen.norm(dim=0).max()) > LIMITS.loose_share:
             return math.inf
         reach = fields @ directions[is_seen].T / singular_values[is_seen]
-        return float(torch.linalg.matrix_norm(reach, 2)) * violation
+        return float(torch.linalg.matrix_norm(reach, 2))
 
     def _evaluate_fields(self) -> Tensor:
         """Return all fields of each coefficient at points, (Nm, mK), so that ‖·‖ is the mean."""

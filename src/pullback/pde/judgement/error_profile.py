@@ -41,6 +41,7 @@ class ErrorProfile:
         nonzero_fields: those that cannot vanish, because a condition gives them other values.
         unresolved: share of the residuals that the second solution leaves: 0 for integrators.
         is_integrated: whether the second solution is an integrator's, which there is just one of.
+        is_determined: whether the conditions leave no other solution near this one.
     """
 
     windows: tuple[WindowError, ...]
@@ -48,6 +49,7 @@ class ErrorProfile:
     nonzero_fields: frozenset[str] = frozenset()
     unresolved: float = 0.0
     is_integrated: bool = False
+    is_determined: bool = True
 
     @property
     def total(self) -> float:
@@ -65,8 +67,11 @@ class ErrorProfile:
         """The largest error: of all fields together, and of each that is judged by itself.
 
         A field that may be zero, such as the velocity across a channel, is not judged by itself:
-        its error is all there is of it.
+        its error is all there is of it. The error is infinite where the conditions do not determine
+        the solution.
         """
+        if not self.is_determined:
+            return math.inf
         by_field = self.by_field
         judged = [by_field[name] for name in self.fields if name not in self.lost_fields]
         judged += [by_field[name] for name in self.nonzero_fields]
