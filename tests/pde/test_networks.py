@@ -130,6 +130,35 @@ def test_separable_networks() -> None:
         pde.Separable(0)
     with pytest.raises(PullbackError, match="products"):
         pde.Separable(2, rank=-1)
+    with pytest.raises(PullbackError, match="dtype="):
+        pde.Separable(2, dtype=torch.int64)
+
+
+def test_a_separable_network_refuses_points_of_other_dimensions() -> None:
+    network = pde.Separable(2, seed=0)
+    with pytest.raises(PullbackError, match="they have 3 coordinates, the network has 2"):
+        network(torch.rand(4, 3, dtype=torch.float64))
+    with pytest.raises(PullbackError, match="they have 3 coordinates"):
+        pde.solve(pde.Poisson(3), network, steps=1, points=20)
+    with pytest.raises(PullbackError, match="The box"):
+        network.average_over(pde.Box([(0, 1)] * 3))
+
+
+@pytest.mark.parametrize(("rank", "pairs"), [(2, 0), (0, 2), (3, 1), (0, 0)])
+def test_the_average_of_a_separable_network_is_that_of_a_rule_in_all_dimensions(
+    rank: int, pairs: int
+) -> None:
+    network = pde.Separable(3, 2, rank=rank, width=3, pairs=pairs, seed=1)
+    box = pde.Box([(0, 2), (-1, 0.5), (3, 4)])
+    average = network.average_over(box, nodes=12)
+    points = box.sample(12**3, "gauss")
+    exact = points.weights @ network(points.x) / points.weights.sum()
+    torch.testing.assert_close(average, exact, rtol=0, atol=1e-13)
+    average.sum().backward()
+    gradients = [p.grad for p in network.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    cube = pde.Box([(-1, 1)] * 100)
+    assert bool(pde.Separable(100, rank=2, seed=0).average_over(cube).isfinite())
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..._core.errors import PullbackError
 from ...maps.jets.axes import add_axes, has_separate_axes, multiply_axes, split_axes
-from ..arguments import check_seed, is_integer, require
+from ..arguments import check_count, check_seed, is_integer, require
+from ..domains import Box, Interval
 from .modules import ACTIVATIONS
 
 
@@ -73,6 +75,8 @@ class Separable(nn.Module):
         require(usable, "The products of a separable network", counts, "Use integers ≥ 0")
         usable = activation in ACTIVATIONS
         require(usable, "The activation", activation, f"Use one of {', '.join(ACTIVATIONS)}")
+        require(dtype.is_floating_point, "dtype=", dtype, "Use torch.float64 or torch.float32")
+        self.dim = dim
         self.fields = fields
         self.rank = rank
         self.pairs = pairs
@@ -92,7 +96,46 @@ class Separable(nn.Module):
                 self.combine = nn.Linear(rank, fields, bias=False, dtype=dtype)
 
     def forward(self, x: Any) -> Any:
+        if x.shape[1] != self.dim:
+            raise PullbackError(
+                "The points do not fit the separable network",
+                f"they have {x.shape[1]} coordinates, the network has {self.dim}",
+                f"Use Separable({x.shape[1]}, ...)",
+            )
         sums, product = self._combine_axes(x)
+        return self._add_products(sums, product)
+
+    def average_over(self, box: Box, nodes: int = 32) -> Tensor:
+        """Return the mean of every field over a box, (fields,), by Gauss's rule on each axis.
+
+        ⟨Π (1 + hᵢ)⟩ = Π (1 + ⟨hᵢ⟩), and ⟨(Σ aᵢ)(Σ bᵢ)⟩ = ⟨Σ aᵢ⟩⟨Σ bᵢ⟩ + Σ (⟨aᵢbᵢ⟩ − ⟨aᵢ⟩⟨bᵢ⟩). So
+        functions of one coordinate are integrated at d·nodes points; a rule in d dimensions has
+        nodesᵈ. Inside `Rescaled` the coordinates run from −1 to 1.
+        """
+        require(box.dim == self.dim, "The box", box, f"Use one with {self.dim} sides")
+        check_count(nodes, "nodes=")
+        sums: Any = 0.0
+        product: Any = 1.0
+        covariance: Any = 0.0
+        for network, (low, high) in zip(self.axes, box.bounds, strict=True):
+            points = Interval(low, high).sample(nodes, "gauss")
+            weight = next(network.parameters())
+            values = network(points.x.to(weight))
+            shares = points.weights.to(weight)[:, None] / (high - low)
+            means = (shares * values).sum(0, keepdim=True)
+            deviations = (values - means)[:, self.fields : self._sums]
+            first = deviations[:, : self.pairs]
+            second = deviations[:, self.pairs :]
+            covariance = covariance + (shares * first * second).sum(0, keepdim=True)
+            sums = sums + means[:, : self._sums]
+            product = product * (1.0 + means[:, self._sums :])
+        average = self._add_products(sums, product)
+        if self.pairs:
+            average = average + self.combine_pairs(covariance)
+        return average[0]
+
+    def _add_products(self, sums: Any, product: Any) -> Any:
+        """Return the fields from all sums, (N, fields + 2 pairs), and products, (N, rank)."""
         total = sums[:, : self.fields]
         if self.pairs:
             middle = self.fields + self.pairs
