@@ -18,6 +18,28 @@ def log_cosh(x: Tensor) -> Tensor:
     return size + F.softplus(-2 * size) - math.log(2)
 
 
+#: each is at most 2, so that the product stays far below the largest number in float32
+_FACTORS_OF_A_PRODUCT = 120
+
+
+def sum_log_cosh(x: Tensor) -> Tensor:
+    """Σ log cosh over the last axis, (N, k) -> (N,).
+
+    Without gradients it is Σ |x| + Σ log Π (1 + e^{-2|x|})/2, which takes one logarithm for many
+    factors and no memory for intermediate results. Most forward passes are such.
+    """
+    has_wide_exponent = torch.finfo(x.dtype).max > 2.0**_FACTORS_OF_A_PRODUCT
+    if torch.is_grad_enabled() or not has_wide_exponent:
+        return log_cosh(x).sum(1)
+    size = x.abs()
+    total_size = size.sum(1)
+    factors = size.mul_(-2).exp_().add_(1)
+    logarithms = torch.zeros_like(total_size)
+    for part in factors.split(_FACTORS_OF_A_PRODUCT, 1):
+        logarithms += part.prod(1).mul_(2.0 ** -part.shape[1]).log_()
+    return total_size + logarithms
+
+
 class Rbm(nn.Module):
     r"""log ψ(s) = Σ_j log cosh(b_j + Σ_i W_ji s_i), real, with `features` hidden units per site.
 
@@ -68,7 +90,7 @@ class Rbm(nn.Module):
             if bias is not None:
                 bias = bias.repeat_interleave(len(self.inverses))
             hidden = F.linear(configurations, filters, bias)
-        return log_cosh(hidden).flatten(1).sum(1)
+        return sum_log_cosh(hidden.flatten(1))
 
 
 class Convolutional(nn.Module):
