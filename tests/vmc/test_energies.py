@@ -10,6 +10,7 @@ from pullback import PullbackError, vmc
 from pullback.testing import assert_close
 from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
 from pullback.vmc.energies import find_distinct_rows
+from pullback.vmc.networks import log_cosh, sum_log_cosh
 from tests.vmc.states import KINDS, amplitudes, make_network
 from tests.vmc.test_hamiltonians import rotated_chain
 
@@ -91,3 +92,36 @@ def test_an_amplitude_of_zero_beside_a_sample_counts_as_zero() -> None:
 def test_a_chunk_holds_at_least_one_configuration(chunk: float) -> None:
     with pytest.raises(PullbackError, match="at least one configuration"):
         EvaluationOptions(chunk=chunk)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.zeros(2, 4, dtype=torch.int8),
+        torch.ones(2, 5, dtype=torch.int8),
+        torch.ones(2, 4, dtype=torch.uint8),
+        torch.ones(0, 4, dtype=torch.int8),
+    ],
+    ids=["zeros", "five sites", "unsigned", "none"],
+)
+def test_samples_that_are_no_configurations_are_refused(samples: Tensor) -> None:
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(4))
+    with pytest.raises(PullbackError, match="not configurations"):
+        vmc.compute_local_energies(hamiltonian, make_evaluator(make_network("real", 4)), samples)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.complex64])
+def test_amplitudes_are_evaluated_in_single_or_double_precision(dtype: torch.dtype) -> None:
+    with pytest.raises(PullbackError, match="dtype"):
+        EvaluationOptions(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_cosh_by_products_is_that_of_each(dtype: torch.dtype) -> None:
+    """Also where |x| is large, and for more terms than one product holds."""
+    x = torch.linspace(-300, 300, 500, dtype=dtype).view(2, 250)
+    x[0] /= 100
+    with torch.no_grad():
+        total = sum_log_cosh(x)
+    want = log_cosh(x.double()).sum(1).to(dtype)
+    assert_close(total, want, 10 * torch.finfo(dtype).eps, "Σ log cosh")

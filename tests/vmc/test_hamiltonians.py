@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -128,6 +129,26 @@ def test_functions_that_do_not_fit_are_refused() -> None:
     hamiltonian = vmc.FunctionHamiltonian(lambda s: (s, s), 3)
     with pytest.raises(pb.PullbackError, match="do not fit"):
         hamiltonian.dense()
+
+
+@pytest.mark.parametrize(
+    ("connected", "elements", "message"),
+    [(lambda s: 1.5 * s, 1.0, "other numbers"), (lambda s: s, True, "truth values")],
+)
+def test_rows_of_other_numbers_are_refused(
+    connected: Callable[[Tensor], Tensor], elements: float, message: str
+) -> None:
+    hamiltonian = vmc.FunctionHamiltonian(
+        lambda s: (connected(s)[:, None], torch.full((len(s), 1), elements)), 3
+    )
+    with pytest.raises(pb.PullbackError, match=message):
+        hamiltonian.dense()
+
+
+@pytest.mark.parametrize("field", [math.nan, "strong"])
+def test_couplings_are_finite_numbers(field: float) -> None:
+    with pytest.raises(pb.PullbackError, match="field="):
+        vmc.TransverseFieldIsing(vmc.Chain(4), field=field)
 
 
 def test_an_odd_ring_has_no_sign_rule() -> None:

@@ -349,6 +349,29 @@ def test_networks_that_are_no_state_are_refused(
         vmc.minimize(ising, Broken(defect), steps=2, samples=20, progress=False)
 
 
+def test_networks_in_half_precision_are_refused(ising: vmc.TransverseFieldIsing) -> None:
+    with pytest.raises(pb.PullbackError, match="not precise enough"):
+        vmc.minimize(ising, rbm(ising.lattice).half(), steps=2, samples=20, progress=False)
+
+
+def becomes_one_way(s: Tensor) -> tuple[Tensor, Tensor]:
+    """A field along x that is Hermitian except at the configuration of all spins up."""
+    connected = -s[:, None]
+    return connected, torch.where(s.sum(1, keepdim=True) == 8, -1.0, -3.0).double()
+
+
+def test_an_operator_is_checked_again_where_the_training_went() -> None:
+    def gather_chains(run: vmc.Minimization) -> None:
+        run.chains.configurations = torch.ones_like(run.chains.configurations)
+
+    hamiltonian = vmc.FunctionHamiltonian(becomes_one_way, 8)
+    with pytest.raises(pb.PullbackError, match="not Hermitian"):
+        vmc.minimize(
+            hamiltonian, make_network("real", 8), steps=1, samples=10, callbacks=[gather_chains],
+            progress=False,
+        )  # fmt: skip
+
+
 def test_a_network_for_another_number_of_sites_is_refused(ising: vmc.TransverseFieldIsing) -> None:
     with pytest.raises(pb.PullbackError, match="as many sites"):
         vmc.minimize(ising, vmc.Rbm(6), steps=2, samples=20, progress=False)
@@ -418,6 +441,7 @@ def test_hamiltonians_that_make_no_sense_are_refused(
         ({"lr": "fast"}, "lr="), ({"budget": 0}, "budget="), ({"step": 3}, "step="),
         ({"solver": "qr"}, "solver="), ({"measure": 0}, "measure="), ({"tol": math.nan}, "tol="),
         ({"patience": 0}, "patience="), ({"seed": 2**62}, "seed="), ({"seed": "a"}, "seed="),
+        ({"sampler": "flip"}, "sampler="), ({"evaluation": {}}, "evaluation="),
         ({"callbacks": [1]}, "callbacks="), ({"lr": lambda step: math.nan}, "lr= gives no"),
         ({"lr": lambda step: "fast"}, "lr= gives no"),
     ],

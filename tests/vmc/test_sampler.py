@@ -119,6 +119,8 @@ def test_chains_find_their_way_out_of_where_the_amplitude_is_zero() -> None:
         (vmc.TransverseFieldIsing(vmc.Chain(6)), {"magnetization": 0}, "do not keep"),
         (vmc.Heisenberg(vmc.Chain(6)), {"magnetization": 1}, "no configuration"),
         (vmc.Heisenberg(vmc.Chain(6)), {"magnetization": 8}, "no configuration"),
+        (vmc.Heisenberg(vmc.Chain(6)), {"magnetization": "0"}, "magnetization="),
+        (vmc.FunctionHamiltonian(lambda s: (s, s), 1, True), {}, "one site"),
         (vmc.Heisenberg(vmc.Chain(6)), {"chains": 0}, "integer"),
         (vmc.Heisenberg(vmc.Chain(6)), {"proposal": "jump"}, "not usable"),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class EvaluationOptions:
                 f"chunk is {self.chunk!r}",
                 "Take as many as fit into memory, such as chunk=2**14",
             )
+        require(
+            self.dtype in (None, torch.float32, torch.float64),
+            "EvaluationOptions(dtype=)",
+            self.dtype,
+            "Use torch.float32, torch.float64, or None for the network's own",
+        )
 
 
 class LogAmplitude(nn.Module):

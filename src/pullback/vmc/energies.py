@@ -36,6 +36,7 @@ def compute_local_energies(
     Samples are taken a chunk at a time such that the connected configurations of a chunk fit
     `memory` bytes. Within a chunk equal configurations share one evaluation.
     """
+    _refuse_other_samples(hamiltonian, samples)
     row_bytes = _count_connections(hamiltonian, samples) * (samples.shape[1] + 32)
     chunk_size = max(1, memory // row_bytes)
     energies = []
@@ -46,6 +47,18 @@ def compute_local_energies(
         sum(chunk.evaluated for chunk in energies),
         sum(chunk.connected for chunk in energies),
     )
+
+
+def _refuse_other_samples(hamiltonian: Hamiltonian, samples: Tensor) -> None:
+    """Raise unless these are configurations of ±1, (N, sites), at least one."""
+    has_shape = samples.ndim == 2 and samples.shape[1] == hamiltonian.sites and len(samples) > 0
+    has_sign = samples.dtype.is_signed
+    if not has_shape or not has_sign or not bool((samples.abs() == 1).all()):
+        raise PullbackError(
+            "The samples are not configurations",
+            f"got {samples.dtype} of shape {tuple(samples.shape)} for {hamiltonian.sites} sites",
+            "Pass rows of ±1, such as those of enumerate_configurations(sites)",
+        )
 
 
 def _count_connections(hamiltonian: Hamiltonian, samples: Tensor) -> int:

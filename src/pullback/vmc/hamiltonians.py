@@ -6,9 +6,11 @@ matrices; energies in spins S = σ/2 are a quarter of those of products σ·σ.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -82,6 +84,8 @@ class TransverseFieldIsing(Hamiltonian):
 
     def __init__(self, lattice: Lattice, field: float = 1.0, coupling: float = 1.0) -> None:
         _require_lattice(lattice)
+        _require_finite("field=", field)
+        _require_finite("coupling=", coupling)
         self.lattice = lattice
         self.sites = lattice.sites
         self.field = float(field)
@@ -123,6 +127,7 @@ class Heisenberg(Hamiltonian):
 
     def __init__(self, lattice: Lattice, j2: float = 0.0, sign_rule: bool | None = None) -> None:
         _require_lattice(lattice)
+        _require_finite("j2=", j2)
         is_bipartite = lattice.sublattice() is not None
         if sign_rule and not is_bipartite:
             raise PullbackError(
@@ -212,7 +217,10 @@ class FunctionHamiltonian(Hamiltonian):
                 f"{tuple(elements.shape)} for configurations {tuple(configurations.shape)}",
                 "Return (N, K, sites) and (N, K)",
             )
-        return Connections(connected.to(configurations.dtype), elements)
+        configurations_of_ones = connected.to(configurations.dtype)
+        if connected.is_floating_point() and bool((configurations_of_ones != connected).any()):
+            _refuse_other_numbers()
+        return Connections(configurations_of_ones, elements)
 
     def _call(self, configurations: Tensor) -> tuple[Tensor, Tensor]:
         """What the function returns, if it is two tensors."""
@@ -224,7 +232,14 @@ class FunctionHamiltonian(Hamiltonian):
                 f"it returned {type(returned).__name__}",
                 "Return connected configurations (N, K, sites) and elements (N, K)",
             )
-        return returned[0], returned[1]
+        connected, elements = returned
+        if connected.dtype == torch.bool or elements.dtype == torch.bool:
+            raise PullbackError(
+                "The Hamiltonian's function returned truth values",
+                f"connected configurations are {connected.dtype}, elements {elements.dtype}",
+                "Return configurations of ±1, and elements as numbers",
+            )
+        return connected, elements
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", type(self.function).__name__)
@@ -260,6 +275,11 @@ def _multiply_bond_spins(configurations: Tensor, bonds: Tensor) -> Tensor:
     """s_i s_j on every bond, (N, bonds)."""
     bonds = bonds.to(configurations.device)
     return configurations[:, bonds[:, 0]] * configurations[:, bonds[:, 1]]
+
+
+def _require_finite(name: str, value: object) -> None:
+    is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+    require(is_finite, name, value, "Use a finite number")
 
 
 def _require_lattice(lattice: object) -> None:
@@ -307,8 +327,12 @@ def _refuse_undefined_rows(rows: Connections) -> None:
         )
     is_configuration = (rows.configurations.abs() == 1).all(-1)
     if not bool((is_configuration | (rows.elements == 0)).all()):
-        raise PullbackError(
-            "The Hamiltonian leads out of the configurations",
-            "connected configurations with non-zero elements contain other numbers than ±1",
-            "Return rows of ±1, the eigenvalues of σᶻ",
-        )
+        _refuse_other_numbers()
+
+
+def _refuse_other_numbers() -> NoReturn:
+    raise PullbackError(
+        "The Hamiltonian leads out of the configurations",
+        "connected configurations contain other numbers than ±1",
+        "Return rows of ±1, the eigenvalues of σᶻ",
+    )

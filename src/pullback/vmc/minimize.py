@@ -109,6 +109,15 @@ def minimize(
     )
     require_type("solver", solver, Solver)
     require_type("step", step, Step)
+    require(
+        isinstance(sampler, Metropolis | None), "sampler=", sampler, "Pass a Metropolis, or None"
+    )
+    require(
+        isinstance(evaluation, EvaluationOptions | None),
+        "evaluation=",
+        evaluation,
+        "Pass EvaluationOptions, or None",
+    )
     if measure is None:
         measure = 16 * samples
     _require_count("measure=", measure, 2)

@@ -24,10 +24,12 @@ from ..solvers import Cholesky, Solver
 from ..steps import Spring, Step
 from . import checkpoint
 from .amplitude import EvaluationOptions, Evaluator, LogAmplitude
-from .energies import compute_local_energies, refuse_other_sectors
-from .hamiltonians import Hamiltonian, estimate_mean_energy, refuse_non_hermitian
+from .closure import EnergyClosure
+from .energies import compute_local_energies
+from .hamiltonians import Hamiltonian, estimate_mean_energy
 from .history import History
 from .momentum import adaptive_step
+from .refusals import refuse_unusable_hamiltonian, refuse_unusable_network
 from .result import Result
 from .sampler import MarkovChains, Metropolis, UndefinedAmplitude
 from .statistics import EnergyStatistics, summarize
@@ -124,7 +126,8 @@ class Minimization:
         self._device = self._evaluator.device
         self._chain_samples = -(-settings.samples // processes.size)
         self.chains = self._start_chains(settings.seed, settings.sampler, self._chain_samples)
-        self._refuse_unusable()
+        self._refuse_unusable_hamiltonian()
+        refuse_unusable_network(self._evaluator, self.chains.configurations[:32])
         self._mean_energy = estimate_mean_energy(hamiltonian, self.chains.configurations[:256])
         processes.broadcast_first([*network.parameters(), *network.buffers()])
         self._rule = settings.step or adaptive_step()
@@ -148,42 +151,9 @@ class Minimization:
         own_seed = seed * 1_000_003 + self._processes.rank
         return MarkovChains(self.hamiltonian, sampler, samples, own_seed, self._device)
 
-    def _refuse_unusable(self) -> None:
-        """Raise for a Hamiltonian or a network that no sample would make sense with."""
-        connections = self.hamiltonian.connections(self.chains.configurations[:1]).elements.shape[1]
-        comparisons = connections**2 * self.hamiltonian.sites
-        few = self.chains.configurations[: max(1, min(32, 2**26 // comparisons))]
-        refuse_non_hermitian(self.hamiltonian, few)
-        if self.hamiltonian.conserves_magnetization:
-            refuse_other_sectors(self.hamiltonian.connections(few), few)
-        self._refuse_unusable_network(few)
-
-    def _refuse_unusable_network(self, configurations: Tensor) -> None:
-        """Raise for a network that is not a function of single configurations."""
-        try:
-            log_psi = self._evaluator.log_psi(configurations)
-        except PullbackError:
-            raise
-        except RuntimeError as error:
-            raise PullbackError(
-                "The network cannot be evaluated",
-                f"for configurations {tuple(configurations.shape)} it raised {error!r:.200}",
-                "Use a network for as many sites as the Hamiltonian has",
-            ) from error
-        if bool(torch.isnan(log_psi).any()):
-            raise PullbackError(
-                "The network returned NaN",
-                "log ψ is not a number at random configurations",
-                "Check its initialization and its inputs of ±1",
-            )
-        half = -(-len(configurations) // 2)
-        repeated = self._evaluator.log_psi(configurations[:half])
-        if not _are_same_amplitudes(repeated, log_psi[:half]):
-            raise PullbackError(
-                "The network is not a function of the configuration",
-                "log ψ of the same configurations differs between two calls",
-                "Call network.eval(), and leave out dropout and batch normalization",
-            )
+    def _refuse_unusable_hamiltonian(self) -> None:
+        """Raise if H makes no sense where the chains are."""
+        refuse_unusable_hamiltonian(self.hamiltonian, self.chains.configurations)
 
     @property
     def _is_first(self) -> bool:
@@ -276,49 +246,16 @@ class Minimization:
         if not bool(torch.isfinite(real_energies).all()):
             raise UndefinedAmplitude(
                 "A local energy is not finite",
-                "ψ vanishes or overflows at a sample or next to it",
-                "Check the network, or lower lr=",
+                "ψ vanishes or overflows at a sample or next to it, or an element of H there is "
+                "not finite",
+                "Check the network and the Hamiltonian, or lower lr=",
             )
         statistics = summarize(by_chain, drawn)
         return Batch(drawn.flatten(0, 1), by_chain.flatten(), statistics)
 
-    def _make_closure(self, batch: Batch, rate: float) -> Callable[[], float]:
-        r"""A closure whose gradient is ∇⟨H⟩, and whose values judge a step in function space.
-
-        With cotangents c = 2(E − ⟨E⟩)/N and the change dz of log ψ since the first call it returns
-        c·dz + |dz|²/(2 lr), the length taken in the Fubini–Study metric. If log ψ were linear in
-        the parameters, the natural-gradient step lr·x would minimize it. A step rule that compares
-        losses thereby notices a step that is too long for the network, from the same samples.
-        """
-        inputs = batch.samples.to(self._evaluator.dtype)
-        centered = batch.local_energies - batch.local_energies.mean()
-        cotangents = torch.view_as_real(2 * centered / len(centered))
-        origin: list[Tensor] = []
-
-        def closure() -> float:
-            self.optimizer.zero_grad()
-            outputs = self._model(inputs)
-            if not outputs.requires_grad:
-                raise PullbackError(
-                    "log ψ does not depend on the network's parameters",
-                    "its output has no gradient",
-                    "Use a network with parameters that require gradients",
-                )
-            weights = cotangents if outputs.ndim == 2 else cotangents[:, 0]
-            (outputs * weights.to(outputs.dtype)).sum().backward()
-            if not origin:
-                origin.append(outputs.detach())
-                return 0.0
-            if rate == 0:
-                return 0.0
-            change = (outputs.detach() - origin[0]).double()
-            if change.ndim == 2:  # phases count modulo 2π
-                change[:, 1] = torch.remainder(change[:, 1] + math.pi, 2 * math.pi) - math.pi
-            centered_change = change - change.mean(0)
-            squared_length = centered_change.square().sum() / len(change)
-            return float((weights * change).sum() + squared_length / (2 * rate))
-
-        return closure
+    def _make_closure(self, batch: Batch, rate: float) -> EnergyClosure:
+        """The closure of one step."""
+        return EnergyClosure(self._model, batch.samples, batch.local_energies, rate)
 
     def _read_learning_rate(self, step: int) -> float:
         rate = self._settings.lr
@@ -412,6 +349,7 @@ class Minimization:
         they mix. Fresh ones start at random configurations. Where the two disagree, one of them is
         in a part of the configurations that it does not leave.
         """
+        self._refuse_unusable_hamiltonian()  # training may have led the chains elsewhere
         pace = self._settings.pace
         samples_here = -(-self._settings.measure // self._processes.size)
         longest = -(-samples_here // pace.measured_length)
@@ -485,16 +423,6 @@ class Minimization:
         self.optimizer.load_state_dict(state["optimizer"])
         self.chains.load(state["chains"][self._processes.rank])
         self.history = History.from_dict(state["history"])
-
-
-def _are_same_amplitudes(log_psi: Tensor, other: Tensor) -> bool:
-    """Return True if log ψ is the same up to round-off, phases modulo 2π."""
-    tolerance = max(1e-2, 1e3 * torch.finfo(log_psi.dtype).eps)
-    modulus = log_psi.real
-    is_same = torch.isclose(modulus, other.real, rtol=tolerance, atol=tolerance)
-    if log_psi.is_complex():
-        is_same &= (log_psi.imag - other.imag).cos() > 1 - tolerance
-    return bool(is_same.all())
 
 
 def _make_group_of_one() -> Any:

@@ -50,6 +50,13 @@ class Metropolis:
             require(usable, f"Metropolis({name}=)", value, "Use an integer ≥ 1, or None")
         known = (None, *(move.value for move in Move))
         require(self.proposal in known, "Metropolis(proposal=)", self.proposal, f"Use {known}")
+        is_whole = isinstance(self.magnetization, int) and not isinstance(self.magnetization, bool)
+        require(
+            self.magnetization is None or is_whole,
+            "Metropolis(magnetization=)",
+            self.magnetization,
+            "Use an integer, or None",
+        )
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ class MarkovChains:
         self.magnetization = self._choose_magnetization(options.magnetization)
         self.shape = _choose_shape(options, samples, self.sites, device)
         self._generator = torch.Generator(device).manual_seed(seed)
+        if self.move is Move.EXCHANGE:
+            _refuse_single_site(self.sites)
         self._bonds = hamiltonian.exchange_bonds().to(device)
         self._device = device
         self.configurations = self._draw_configurations()
@@ -271,6 +280,11 @@ def _choose_move(hamiltonian: Hamiltonian, options: Metropolis) -> Move:
             'Use proposal="flip"',
         )
     return move
+
+
+def _refuse_single_site(sites: int) -> None:
+    """Raise where there is no pair of spins to exchange."""
+    require(sites > 1, "A Hamiltonian of one site that conserves Σ s", sites, "Use more sites")
 
 
 def _choose_shape(
