@@ -147,3 +147,9 @@ def test_an_integration_that_blows_up_says_nothing(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(IntegrationFailed):
         compare_with_integration(problem, {}, lambda times: torch.ones(len(times), 1))
+
+
+@pytest.mark.parametrize("conditions", [[pde.Equation(lambda u: u.x + u)], [pde.Dirichlet(1.0)]])
+def test_equations_or_initial_values_alone_are_no_initial_value_problem(conditions) -> None:
+    problem = pde.Problem(pde.Interval(0, 1), conditions)
+    assert InitialValueProblem.from_problem(problem, {}) is None

@@ -234,3 +234,12 @@ def test_out_that_is_no_folder(command: list[str], under: str, tmp_path: Path) -
     assert result.exit_code == 1
     assert "cannot be the folder" in result.output
     assert file.read_text() == "kept"
+
+
+OPTIMIZERS = [torch.optim.Adam, pb.KFAC(nn.Linear(1, 1)), lambda module: None]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["class", "object", "nothing"])
+def test_optimizers_that_are_no_function_of_the_module(optimizer: Any) -> None:
+    with pytest.raises(PullbackError, match=r"optimizer= is not usable.*lambda m: "):
+        solve(optimizer=optimizer)

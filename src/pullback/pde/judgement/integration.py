@@ -116,6 +116,8 @@ class InitialValueProblem:
                 initial_conditions.append(condition)
             else:
                 return None
+        if not equations or not initial_conditions:
+            return None
         candidate = cls(problem, unknowns, equations, initial_conditions)
         if not candidate._is_square():
             return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..._core.errors import require
 from ..._core.processes import Processes
 from ...grams import GramForm
 from ...optim import KFAC, NaturalGradient, Objective, StepInfo
@@ -62,7 +64,7 @@ def make_optimizer(
         is_short: whether steps are short ones, which go down to the floor of a valley.
     """
     if method.optimizer is not None:
-        return method.optimizer(trial)
+        return _call_maker(method.optimizer, trial)
     return NaturalGradient(
         trial,
         solver=method.solver or default_solver(trial, dtype, residual_count),
@@ -70,6 +72,16 @@ def make_optimizer(
         gram=GramForm(method.gram, method.memory),
         group=processes.group,
     )
+
+
+def _call_maker(maker: Callable[[nn.Module], Optimizer], trial: Trial) -> Optimizer:
+    """Return the optimizer that the caller's function makes; raise where it makes none."""
+    remedy = "Give a function of the module: lambda m: torch.optim.Adam(m.parameters())"
+    takes_module = not isinstance(maker, type) or issubclass(maker, (KFAC, NaturalGradient))
+    require(takes_module, "optimizer=", maker, remedy)
+    optimizer = maker(trial)
+    require(isinstance(optimizer, Optimizer), "The result of optimizer=", optimizer, remedy)
+    return optimizer
 
 
 def _choose_step(method: MethodOptions, *, is_short: bool) -> Step:

@@ -63,6 +63,12 @@ class MethodOptions:
     def __post_init__(self) -> None:
         require_type("solver", self.solver, Solver)
         require_type("step", self.step, Step)
+        require(
+            self.optimizer is None or callable(self.optimizer),
+            "optimizer=",
+            self.optimizer,
+            "Give a function of the module: lambda m: torch.optim.Adam(m.parameters())",
+        )
         if self.optimizer is not None and (self.solver is not None or self.step is not None):
             raise PullbackError(
                 "solve() was given an optimizer and stages of another",
