@@ -432,3 +432,19 @@ def test_printed_objects_are_short() -> None:
     curvature = fit(make_case("mlp"))
     assert repr(curvature).startswith("Curvature('ekfac' of ")
     assert len(repr(pb.curvature.laplace(curvature))) < 300
+
+
+@pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss])
+def test_losses_of_torch_are_told_their_likelihood(likelihood) -> None:
+    with pytest.raises(PullbackError, match=r"Categorical\(\) for a cross entropy"):
+        fit(make_case("mlp"), likelihood=likelihood)
+
+
+def test_a_model_in_place_of_what_fit_returned() -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="Call fit"):
+        pb.curvature.fit([case.data], case.model, likelihood=case.likelihood)
+    with pytest.raises(PullbackError, match="Pass what fit returned"):
+        pb.curvature.laplace(case.model)
+    with pytest.raises(PullbackError, match="Pass what fit returned"):
+        pb.curvature.influence(case.model, [case.data], [case.data])

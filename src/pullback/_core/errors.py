@@ -68,10 +68,27 @@ def describe_nearest_names(name: str, known: Iterable[str]) -> str:
     return f"the nearest are {', '.join(close)}"
 
 
+def describe_value(value: object) -> str:
+    """Return what a caller gave, in a few words: its repr, or what it is where that is long.
+
+    >>> describe_value(0.1), describe_value(dict)
+    ('0.1', 'the class dict itself, not an object of it')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself, not an object of it"
+    words = repr(value)
+    if "\n" not in words:
+        return words
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return type(value).__name__
+    return f"{type(value).__name__} of shape {tuple(shape)}"
+
+
 def require(usable: bool, what: str, value: object, remedy: str) -> None:
     """Raise that `what` is not usable, unless it is."""
     if not usable:
-        raise PullbackError(f"{what} is not usable", f"got {value!r}", remedy)
+        raise PullbackError(f"{what} is not usable", f"got {describe_value(value)}", remedy)
 
 
 def require_type(name: str, value: object, required: type) -> None:
@@ -79,7 +96,7 @@ def require_type(name: str, value: object, required: type) -> None:
     if value is not None and not isinstance(value, required):
         raise PullbackError(
             f"{name}= is not a {required.__name__}",
-            f"got {value!r}",
+            f"got {describe_value(value)}",
             f"Pass an object of pullback.{name}s, or None for the default",
         )
 

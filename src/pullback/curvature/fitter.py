@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from .._core.capture import unwrap_model
 from .._core.checks import require_number
-from .._core.errors import PullbackError, refuse_unknown
+from .._core.errors import PullbackError, describe_value, refuse_unknown, require
 from .._core.groups import find_processes
 from .._core.processes import Processes
 from .._core.space import ParameterSpace
@@ -310,6 +310,7 @@ def fit(
         PullbackError: if the model is random, the loader is empty or yields no pairs, outputs or
             losses are not finite, or memory runs out.
     """
+    require(isinstance(model, nn.Module), "The model", model, "Call fit(model, loader, ...)")
     chosen_structure = _resolve_structure(structure)
     _refuse_no_likelihood(likelihood)
     if draws is not None:
@@ -366,8 +367,9 @@ def _refuse_no_likelihood(likelihood: object) -> None:
     if not isinstance(likelihood, Likelihood):
         raise PullbackError(
             "This is not a likelihood",
-            f"got {likelihood!r}",
-            "Pass an object, such as pb.likelihoods.Categorical() or Gaussian()",
+            f"got {describe_value(likelihood)}",
+            "Pass an object of pb.likelihoods: Categorical() for a cross entropy (classes on the "
+            "last axis), Gaussian() for a squared error, Bernoulli() or Poisson()",
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._core.checks import require_number
-from .._core.errors import PullbackError, refuse_unknown
+from .._core.errors import PullbackError, refuse_unknown, require
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
 from .data import Batch, match_targets, to_plain_inputs
 from .fitted import Curvature, CurvatureStructure
@@ -322,6 +322,7 @@ def laplace(
     Raises:
         PullbackError: if the model has changed since the fit, or a number is not usable.
     """
+    require(isinstance(curvature, Curvature), "The curvature", curvature, "Pass what fit returned")
     curvature.check_model()
     chosen_precision = _read_precision(prior_precision)
     fitted_noise = _read_noise(curvature.likelihood)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from .._core.checks import require_number
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from ..solvers import Relative
 from .capture import BatchTangent, GradientBlock
 from .checks import refuse_nonfinite, refuse_other_outputs
@@ -101,6 +101,9 @@ class GradientReader:
     """Per-sample gradients of a curvature's model, in the blocks of the curvature."""
 
     def __init__(self, curvature: Curvature) -> None:
+        require(
+            isinstance(curvature, Curvature), "The curvature", curvature, "Pass what fit returned"
+        )
         curvature.check_model()
         self._curvature = curvature
         self._parameters = curvature.parameters
