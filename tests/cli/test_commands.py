@@ -187,6 +187,7 @@ def test_interrupt_leaves_the_checkpoint(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["poison"], "the nearest are poisson5d, poisson2d, poisson10d"),
+        (["lost.py"], "There is no file lost.py: looked in /"),
         (["kfac-vgg"], "Use `pullback run kfac-vgg`"),
         (["ritz", "--device", "abacus"], "--device cpu"),
     ],

@@ -192,7 +192,7 @@ def load_setup(path: Path) -> pde.Setup:
 def _execute(path: Path) -> dict[str, Any]:
     """Return the names that a file defines; it may import modules of its folder."""
     if not path.is_file():
-        raise PullbackError(f"There is no file {path}", "it does not exist", "Check the path")
+        raise PullbackError(f"There is no file {path}", f"looked in {Path.cwd()}", "Check the path")
     sys.path.insert(0, str(path.resolve().parent))
     try:
         return runpy.run_path(str(path))
