@@ -66,6 +66,12 @@ _NAME_THE_TENSOR = "Name the tensor with output=..., a key, an index or a functi
 
 
 def _look_up_entry(output: Any, selector: str | int) -> Any:
+    if isinstance(output, Tensor):
+        raise PullbackError(
+            f"The model's output has no entry {selector!r}",
+            f"it is one tensor, of shape {tuple(output.shape)}",
+            "Leave output= out, or give a function of the output",
+        )
     try:
         if not isinstance(output, Mapping) and hasattr(output, str(selector)):
             return getattr(output, str(selector))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import PullbackError
+from .errors import PullbackError, describe_value
 
 
 def require_finite_tensor(what: str, value: Any, shape: Sequence[int | str] | None = None) -> None:
@@ -63,4 +63,7 @@ def require_number(
     noun = "whole number" if whole else "number"
     lower = "> 0" if positive else f"≥ {least:g}"
     upper = f" and below {below:g}" if below < inf else ""
-    raise PullbackError(f"{name} is not usable", f"got {value!r}", f"Use a {noun} {lower}{upper}")
+    remedy = f"Use a {noun} {lower}{upper}"
+    if hasattr(value, "item"):
+        remedy += ", such as value.item()"
+    raise PullbackError(f"{name} is not usable", f"got {describe_value(value)}", remedy)

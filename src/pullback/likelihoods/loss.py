@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, describe_value
 from .base import Likelihood
 from .categorical import Categorical
 from .elementwise import MSE, Bernoulli, Poisson
@@ -91,7 +91,7 @@ def from_loss(loss: Likelihood | Loss) -> Likelihood:
     why, remedy = _OTHER
     if callable(function):
         why, remedy = _REFUSED.get(function, _OTHER)
-    raise PullbackError("The loss has no likelihood", f"got {loss!r}; {why}", remedy)
+    raise PullbackError("The loss has no likelihood", f"got {describe_value(loss)}; {why}", remedy)
 
 
 def reduction_of(loss: Likelihood | Loss | None) -> str:

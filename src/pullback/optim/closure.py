@@ -374,7 +374,7 @@ class ClosureProblem(StepProblem):
                 "The closure is stochastic",
                 f"evaluated twice at the same parameters it gave {self.loss!r} and {repeated!r}, "
                 "so trial losses cannot be compared",
-                "Fix the batch outside the closure, or use steps.Constant",
+                "Fix the batch outside the closure, or use steps.Constant and a fixed damping",
             )
         self._memory.is_repeatable = True
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
+from pullback._core.errors import describe_value
 from pullback.metrics import Sobolev, Weighted
 from pullback.optim.kfac import Adaptive, Invariant
 from pullback.steps import QuadraticModel
@@ -32,7 +33,8 @@ WRONG: dict[str, list[Any]] = {
     "kl_clip": [0.0, -1.0], "ema": [1.0, -0.1], "statistics_every": [0, 1.5, True],
     "invert_every": [0, -1], "draws": [0], "max_factor": [0], "fisher": ["true"],
     "sharing": ["sum"], "reduction": ["none"], "batch_dim": [-1, 0.5], "output": [1.5],
-    "joint": [1], "ekfac": [None], "seed": [0.5], "grad_scaler": [3], "params": [3],
+    "joint": [1], "ekfac": [None], "seed": [0.5], "grad_scaler": [3],
+    "params": [3, "weight", {"weight": torch.ones(2)}, torch.ones(2, 2)],
     "step": ["quadratic", QuadraticModel, 1.0],
 }  # fmt: skip
 
@@ -41,9 +43,31 @@ WRONG: dict[str, list[Any]] = {
 def test_arguments(name: str) -> None:
     model = net()
     for value in WRONG[name]:
-        with refused(f"{name}= is not usable", f"got {value!r}", "Use"):
+        with refused(f"{name}= is not usable", f"got {describe_value(value)}", "Use"):
             kfac(model, **{name: value})
     assert not hooks(model)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
+    ({"lr": torch.tensor(0.1)}, ("lr=", "tensor", "such as value.item()")),
+    ({"params": torch.ones(20, 20)}, ("params=", "got Tensor of shape (20, 20)", "a list")),
+    ({"rule": pb.optim.kfac.Natural}, ("rule=", "the class Natural itself, not an object", "Use")),
+    ({"likelihood": nn.MSELoss}, ("no likelihood", "the class MSELoss itself", "an object")),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), ARGUMENTS)
+def test_what_was_given_is_described_in_few_words(
+    options: Any, words: tuple[str, str, str]
+) -> None:
+    with refused(*words):
+        pb.KFAC(net(), **options)
+
+
+def test_an_index_of_an_output_that_is_one_tensor() -> None:
+    model = net()
+    with refused("no entry 0", "it is one tensor, of shape", "Leave output= out"):
+        train(kfac(model, output=0), model)
 
 
 def built(**options: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, describe_value
 from ...steps import Step
 
 #: what is read from a param group
@@ -57,6 +57,10 @@ def _is_clip(value: Any) -> bool:
     return value == "auto" or _is_positive(value)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+
+
 def _is_selector(value: Any) -> bool:
     return isinstance(value, (str, int)) or callable(value)
 
@@ -78,7 +82,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
-    ("params", lambda v: isinstance(v, Iterable), "Use a list of parameters or of param groups"),
+    ("params", _is_list, "Use a list of parameters or of param groups"),
     ("step", lambda v: isinstance(v, Step), "Use a rule of pullback.steps, or None"),
     ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
     ("output", _is_selector, "Use a key, an index or a function of the model's output"),
@@ -97,7 +101,9 @@ def check(**arguments: Any) -> None:
         if value is None and name in _OPTIONAL:
             continue
         if isinstance(value, Tensor) or not is_usable(value):
-            raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                remedy += ", such as value.item()"
+            raise PullbackError(f"{name}= is not usable", f"got {describe_value(value)}", remedy)
 
 
 def check_group(group: Mapping[str, Any], options: Iterable[str]) -> None:

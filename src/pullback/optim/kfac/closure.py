@@ -108,7 +108,7 @@ def _refuse_objective(objective: Any, closure: Any, options: Options, processes:
     """Raise for an objective that is none, or does not go with what else was given."""
     what = "An objective does not go with"
     if options.others is not None:
-        what += f" {options.rule!r}"
+        what += f" the rule {type(options.rule).__name__}"
         why = "the metric of its terms is read by the natural gradient alone"
         remedy = "Use rule='natural', or call backward() and step() without an objective"
     elif closure is not None:

@@ -679,12 +679,9 @@ class KFAC(Optimizer):
     def _refuse_missing_statistics(self) -> None:
         """Raise where statistics were due and no forward pass gave any."""
         if self._is_statistics_step and not self._is_late:
+            obstacle = self._capture.pool.obstacle
             raise PullbackError(
-                "A statistics step saw no layer",
-                self._capture.pool.obstacle.description,
-                "Call the module given to KFAC, in training mode, and backpropagate from its "
-                "output before step(). If it is compiled, give KFAC the compiled module: "
-                "KFAC(torch.compile(model))",
+                "A statistics step saw no layer", obstacle.description, obstacle.remedy
             )
 
     def _can_defer(self, means: BlockMeans, gradients: Tensors) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase  # of batches and of single sam
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import Selector, unwrap_model
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, describe_value
 from ...maps.layers.moments import Sharing
 from ...maps.roles import Role
 from ...metrics import Euclidean, Metric
@@ -244,7 +244,9 @@ def _check_rule_object(rule: Any, shortcuts: dict[str, Any]) -> Rule:
     """Return the rule; raise if it is none, or if options stand beside it."""
     if not isinstance(rule, Rule):
         raise PullbackError(
-            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
+            "rule= is not usable",
+            f"got {describe_value(rule)}",
+            f"Use one of {', '.join(_RULES)}, or a Rule",
         )
     if shortcuts:
         name = next(iter(shortcuts))

@@ -78,6 +78,21 @@ class Obstacle(IntEnum):
         """The reason in words, as the cause of an error."""
         return _DESCRIPTIONS[self]
 
+    @property
+    def remedy(self) -> str:
+        """What to do, in words."""
+        remedy = (
+            "Call the module given to KFAC, in training mode, and backpropagate from its output "
+            "before step()"
+        )
+        if self is Obstacle.NOT_CALLED:
+            remedy += (
+                ". Calls of its parts are not seen: put model.decode(model.encode(x)) into its "
+                "forward. If it is compiled, give KFAC the compiled module: "
+                "KFAC(torch.compile(model))"
+            )
+        return remedy
+
 
 _DESCRIPTIONS = {
     Obstacle.NOT_CALLED: "the model was not called",
