@@ -21,20 +21,20 @@ def test_statistics_are_gone_when_states_are_refreshed(monkeypatch: Any) -> None
     """Their memory serves the refresh, which needs several copies of all factors."""
     means_of_step: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    learn = KFACState.learn
+    update = KFACState.update_averages
     refresh = Natural.refresh_stacks
 
-    def learn_and_note(self: KFACState, means: Any, guard: Any) -> bool:
+    def update_and_note(self: KFACState, means: Any, guard: Any) -> bool:
         for factors in means.values():
             means_of_step.extend(weakref.ref(get_entries(t)) for t in factors.values())
-        return learn(self, means, guard)
+        return update(self, means, guard)
 
     def refresh_and_count(self: Natural, averages: Any, states: Any) -> Any:
         gc.collect()
         alive.append(sum(reference() is not None for reference in means_of_step))
         return refresh(self, averages, states)
 
-    monkeypatch.setattr(KFACState, "learn", learn_and_note)
+    monkeypatch.setattr(KFACState, "update_averages", update_and_note)
     monkeypatch.setattr(Natural, "refresh_stacks", refresh_and_count)
     torch.manual_seed(0)
     model = net()

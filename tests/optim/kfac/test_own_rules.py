@@ -163,8 +163,9 @@ def test_impossible_declarations_are_refused_at_construction() -> None:
     for wrong, why in wrongs.items():
         with refused("is not usable", why, "Declare"):
             wrong()
-    with refused("cannot be the rule for others", "all parameters", "Use AdamW()"):
-        pb.KFAC(net(), rule=Spectral(others=Scaled()))
+    for others in (Scaled(), Natural()):
+        with refused("cannot be the rule for others", "all parameters", "Use AdamW()"):
+            pb.KFAC(net(), rule=Spectral(others=others))
 
 
 @pytest.mark.parametrize(

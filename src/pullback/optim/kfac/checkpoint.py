@@ -121,7 +121,7 @@ def _nest_factors(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[
 def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
     """Fill an empty state with what `publish` wrote, by name.
 
-    Blocks are shown first, so that every process takes up the tensors that it is to hold. Where
+    Blocks are reserved first, so that every process takes up the tensors that it is to hold. Where
     only the table was read from a checkpoint, blocks stay shown, and another load fills them.
     """
     try:
@@ -133,7 +133,7 @@ def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Te
 def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
     rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
     state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
-    state.is_shown = _has_table_alone(rows, saved)
+    state.awaits_load = _has_table_alone(rows, saved)
     for name, row in rows.items():
         if row.key is None:
             continue
@@ -141,11 +141,11 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
             _fill_entries(state, name, saved[name]["state"], params[name])
             continue
         layout = row.factors
-        if not state.is_shown:
+        if not state.awaits_load:
             layout = _layout_of(saved[name]["average"])
-        _show_block(state, row.key, layout, params)
+        _reserve_block(state, row.key, layout, params)
     state.replicas.place(state.states, state.averages, state.averages.keys())
-    if not state.is_shown:
+    if not state.awaits_load:
         _fill_blocks(state, saved, params)
     numbers = next(iter(saved.values()))["schedule"]
     state.schedule.numbers.update({name: _as_number(numbers[name]) for name in COUNTS})
@@ -161,7 +161,7 @@ def _has_table_alone(rows: Mapping[str, SavedRow], saved: Mapping[str, Mapping[s
 
 
 def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
-    """Take up averages and states of all blocks that are shown."""
+    """Take up averages and states of all blocks that are reserved."""
     for key in list(state.averages):
         name = key.names[0]
         _refuse_other_rule(state, key, saved[name]["state"])
@@ -196,7 +196,7 @@ def _layout_of(nested: Mapping[str, Any]) -> list[FactorLayout]:
     return layout
 
 
-def _show_block(
+def _reserve_block(
     state: KFACState, key: BlockKey, layout: Sequence[FactorLayout], params: Tensors
 ) -> None:
     """Reserve a saved block; raise where it is not that of these parameters."""
@@ -213,7 +213,7 @@ def _show_block(
         raise foreign(f"{names} had {size} entries, and have {current_size} now")
     if not state.assignment.takes(key, factors):
         raise _of_another_rule(f"what it keeps for {key.names[0]} is no block of this rule")
-    state.add_placeholder_block(key, factors)
+    state.reserve_block(key, factors)
 
 
 def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
     block = state.states.blocks[key]
     room_by_name = block.state.tensors()
     if room_by_name and not moments:
-        state.is_shown = True
+        state.awaits_load = True
         return
     tensors: dict[str, Tensor] = {}
     for n, room in room_by_name.items():

@@ -534,20 +534,20 @@ class KFAC(Optimizer):
         was_wanted = self._capture.wants_statistics
         self._read_verdict()
         self._follow_groups()
-        is_plain = closure is None and objective is None
+        has_run_backward = closure is None and objective is None
         problem = None
-        if not is_plain or self._options.is_controlled:
+        if not has_run_backward or self._options.is_controlled:
             problem = problem_of(
                 closure, objective, self._options, self._capture, self._params, self.param_groups,
                 self._replicas.processes, self._memory,
             )  # fmt: skip
         # the forward pass was not told that statistics are due, where the last step was rejected
-        self._is_late = is_plain and not was_announced and self._is_statistics_step
+        self._is_late = has_run_backward and not was_announced and self._is_statistics_step
         if not self._options.is_controlled:
             return self._take_step(problem, closure, was_wanted)
-        may_learn = was_wanted or self._is_statistics_step or self._capture.pool.calls
-        may_learn = bool(may_learn) or self._schedule.should_refresh_again
-        with self._transaction(problem, may_learn=may_learn):
+        may_update_averages = was_wanted or self._is_statistics_step or self._capture.pool.calls
+        may_update_averages = bool(may_update_averages) or self._schedule.should_refresh_again
+        with self._transaction(problem, may_update_averages=may_update_averages):
             return self._take_step(problem, closure, was_wanted)
 
     def _refuse_unready_step(self) -> None:
@@ -556,7 +556,7 @@ class KFAC(Optimizer):
         arguments.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
             refuse_unknown_group("KFAC", "it was built before they met")
-        if self._curvature.is_shown:
+        if self._curvature.awaits_load:
             raise half_loaded()
 
     def _take_step(self, problem: StepProblem | None, closure: Any, was_wanted: bool) -> Any:
@@ -570,23 +570,23 @@ class KFAC(Optimizer):
             return self._reject(f"the loss is {problem.loss}", loss)
         self._notices.watch_growth(loss)
         # nothing else refers to the means, whose memory serves the refresh once they are averaged
-        learning = Learning(self._collect_statistics(problem, gradients, was_wanted))
-        guard = Guard(self._can_defer(learning.means, gradients))
-        if not self._check_gradients(gradients, learning.means, guard):
+        pending = PendingStatistics(self._collect_statistics(problem, gradients, was_wanted))
+        guard = Guard(self._can_defer(pending.means, gradients))
+        if not self._check_gradients(gradients, pending.means, guard):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
-        learning.guard = Guard(guard.is_deferred, guard.is_good)
+        pending.guard = Guard(guard.is_deferred, guard.is_good)
         if not guard.is_deferred or not self._replicas.is_single:
-            self._learn(learning, gradients)
+            self._update_averages(pending, gradients)
         directions, stacked = self._find_directions(
-            gradients, guard.is_void, has_new_statistics=learning.is_averaged
+            gradients, guard.is_void, has_new_statistics=pending.is_averaged
         )
         if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
-        learning.guard = Guard(guard.is_deferred, guard.is_good)
-        self._learn(learning, gradients)  # no inverse waited for these statistics
+        pending.guard = Guard(guard.is_deferred, guard.is_good)
+        self._update_averages(pending, gradients)  # no inverse waited for these statistics
         self._info = self._move(directions, problem, gradients, guard.is_void)
-        self._finish(learning, guard)
+        self._finish(pending, guard)
         return loss
 
     def _collect_gradients(self) -> dict[str, Tensor]:
@@ -638,7 +638,7 @@ class KFAC(Optimizer):
         if isinstance(problem, ObjectiveProblem):
             return self._measure_objective(problem)
         if not self._measures:
-            self._warn_plain()
+            self._warn_of_missing_blocks()
         if not self._capture.pool.calls:
             self._refuse_missing_statistics()
             return {}
@@ -665,7 +665,7 @@ class KFAC(Optimizer):
         selected = self._assignment.select_blocks(means, self._options.sharing.longest)
         self._capture.choose(self._assignment.measured)
         if not self._schedule.statistics_count:
-            self._warn_plain()
+            self._warn_of_missing_blocks()
         return selected
 
     def _measure_objective(self, problem: ObjectiveProblem) -> BlockMeans:
@@ -708,17 +708,17 @@ class KFAC(Optimizer):
             return True
         return guard.holds_finite(list(gradients.values()), squares=squares)
 
-    def _learn(self, learning: Learning, gradients: Tensors) -> None:
+    def _update_averages(self, pending: PendingStatistics, gradients: Tensors) -> None:
         """Take statistics up into the averages, once."""
-        if not learning.means:
+        if not pending.means:
             return
-        means = learning.means
-        learning.means = {}
-        learning.is_averaged = self._curvature.learn(means, learning.guard)
-        if not learning.is_averaged:
+        means = pending.means
+        pending.means = {}
+        pending.is_averaged = self._curvature.update_averages(means, pending.guard)
+        if not pending.is_averaged:
             self._skipped = True
-        elif not learning.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
-            known = {*self._assignment.elementwise, *self._capture.structure.plain}
+        elif not pending.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
+            known = {*self._assignment.elementwise, *self._capture.structure.diagonals}
             self._notices.warn_unmeasured(self._curvature, gradients, known)
 
     def _find_directions(
@@ -835,22 +835,22 @@ class KFAC(Optimizer):
         whole = self._params.gather_whole(move, "moves")
         return sum_lengths(self._curvature.lengths(whole, self._params.templates, damped=False))
 
-    def _finish(self, learning: Learning, guard: Guard) -> None:
+    def _finish(self, pending: PendingStatistics, guard: Guard) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._schedule.numbers["step"] += 1
         self._capture.reset()
-        is_owed = self._is_late and not learning.is_averaged
+        is_owed = self._is_late and not pending.is_averaged
         self._capture.watch.wants_compiled_calls = (
             self._is_statistics_step or is_owed or self._capture.lacks_block
         )
         notes = report.notes_of(self._curvature, self._skipped)
-        self._info = replace(self._info, took_statistics=learning.is_averaged, notes=notes)
+        self._info = replace(self._info, took_statistics=pending.is_averaged, notes=notes)
         if guard.is_good is not None:
-            is_learned = guard.is_good
-            if learning.is_averaged:
-                is_learned = learning.guard.is_good
-            flags: Any = (guard.is_good, is_learned)
-            self._verdict = DeferredFlags(torch.stack(flags), learning.is_averaged)
+            is_averaged = guard.is_good
+            if pending.is_averaged:
+                is_averaged = pending.guard.is_good
+            flags: Any = (guard.is_good, is_averaged)
+            self._verdict = DeferredFlags(torch.stack(flags), pending.is_averaged)
 
     def _reject(self, reason: str, loss: Any) -> Any:
         self._capture.reset()
@@ -858,14 +858,14 @@ class KFAC(Optimizer):
         return loss
 
     def _read_verdict(self) -> None:
-        """Read the last step's flags: take back what was counted if it moved or learned nothing."""
+        """Read the last step's flags: take back counts of a void step or void statistics."""
         verdict = self._verdict
         self._verdict = None
         if verdict is None:
             return
-        has_moved, has_learned = verdict.flags()
+        has_moved, has_averaged = verdict.flags()
         numbers = self._schedule.numbers
-        if verdict.takes_statistics and not has_learned:
+        if verdict.takes_statistics and not has_averaged:
             numbers["taken"] -= 1
             self._skipped = has_moved
             notes = report.notes_of(self._curvature, has_moved)
@@ -881,10 +881,12 @@ class KFAC(Optimizer):
             self._notices.warn_not_finite()
 
     @contextmanager
-    def _transaction(self, problem: StepProblem | None, *, may_learn: bool) -> Iterator[None]:
+    def _transaction(
+        self, problem: StepProblem | None, *, may_update_averages: bool
+    ) -> Iterator[None]:
         """After an exception, put back everything that a step may change.
 
-        A step that may not learn renews neither statistics nor states.
+        A step that takes no statistics renews neither averages nor states.
         """
         curvature = self._curvature
         numbers = dict(self._schedule.numbers)
@@ -897,7 +899,7 @@ class KFAC(Optimizer):
         )
         shared = {id(x): x for x in shared_objects}
         before = None
-        if may_learn:
+        if may_update_averages:
             before = deepcopy(curvature, shared)
         step_memory = deepcopy(self._step_memory, shared)
         table = self._assignment.copy()
@@ -966,14 +968,13 @@ class KFAC(Optimizer):
         facts = CoverageFacts(self.blocks, self._chosen, reasons)
         return report.coverage_of(facts, dict(unwrap_model(self.model).named_parameters()))
 
-    def _warn_plain(self) -> None:
+    def _warn_of_missing_blocks(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
-        if self._notices.has_warned_plain:
+        if self._notices.has_warned_of_missing_blocks:
             return
-        reasons = report.plain_reasons(self._assignment, self._capture.structure.plain)
+        reasons = report.explain_missing_blocks(self._assignment, self._capture.structure.diagonals)
         reasons = report.explain_reasons(self.model, self._assignment, reasons)
-        has_others = self._assignment.others is not None
-        self._notices.warn_plain(self._chosen, reasons, has_others)
+        self._notices.warn_of_missing_blocks(self._chosen, reasons, self._assignment.others)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
@@ -1019,8 +1020,8 @@ def _launch_sums(reference: ref[KFAC]) -> None:
         optimizer._launch()
 
 
-class Learning:
-    """Statistics of a step, until they are taken up."""
+class PendingStatistics:
+    """The statistics of a step, until the averages contain them."""
 
     def __init__(self, means: BlockMeans) -> None:
         self.means = means

@@ -308,11 +308,11 @@ def _check_rule(rule: Rule) -> None:
             f"the rule reads {rule.reads}, and F̂ has both factors",
             "Declare reads = Statistics.INPUTS_AND_OUTPUTS, or leave kl_clip out",
         )
-    if rule.others is not None and not rule.others.accepts(Role.VECTOR):
+    if rule.others is not None and not rule.others.is_elementwise:
         raise PullbackError(
             f"{rule.others!r} cannot be the rule for others",
-            "it does not take all parameters",
-            "Use AdamW(), or a rule that accepts every kind of parameter",
+            "it reads statistics, and not all parameters have any",
+            "Use AdamW(), or another rule with is_elementwise = True",
         )
 
 

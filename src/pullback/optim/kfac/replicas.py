@@ -349,7 +349,7 @@ class Replicas:
         owners: list[int] = []
         for key, average in blocks:
             if not self.keeps(key):
-                average.change(Tensor.contiguous)
+                average.replace_tensors(Tensor.contiguous)
             sides = average.sides()
             tensors += sides
             owners += [self.placement.owners[key]] * len(sides)
@@ -371,7 +371,7 @@ class Replicas:
     def release(self, states: BlockStates, averages: Averages) -> None:
         """Give up the memory of states that other teams hold, and of averages that others own."""
         for average in [a for key, a in averages.items() if not self.keeps(key)]:
-            average.change(placeholder, mass=False)
+            average.replace_tensors(placeholder, mass=False)
         for key in states.blocks.keys() & self.placement.owners.keys():
             block = states.blocks[key]
             if not block.is_absent and not self.placement.holds(key):

@@ -19,11 +19,12 @@ from ..checks import find_user_stacklevel, warn_growth
 from .assignment import Assignment
 from .factors.averages import gram_of as factor_gram
 from .factors.block import BlockKey, describe, names_of, to_block
+from .rules import Rule
 from .stacks import Tensors
 from .state import KFACState
 
 #: share of the parameters that may go without a layer's block before that is said
-_PLAIN_SHARE = 0.1
+_SHARE_WITHOUT_BLOCK = 0.1
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ def _role_reason(name: str, assignment: Assignment) -> str:
     return reason
 
 
-def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str, str]:
-    """Return why parameters have no block of their layer, of what statistics hold as `plain`.
+def explain_missing_blocks(assignment: Assignment, diagonals: Mapping[str, str]) -> dict[str, str]:
+    """Return why parameters have no block of their layer, also of `diagonals` of the statistics.
 
     With a rule for others these are also the parameters that no known layer uses, and all of them
     where no matrix follows the rule.
@@ -207,7 +208,7 @@ def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str,
             continue
         if not role.is_used or not has_matrices:
             reasons[name] = role.reason
-    for name, why in plain.items():
+    for name, why in diagonals.items():
         if assignment.is_unused(name):
             reasons[name] = UNUSED
         else:
@@ -311,15 +312,15 @@ class Notices:
 
     def __init__(self) -> None:
         self._unmeasured: set[str] = set()
-        self._has_warned_plain = False
+        self._has_warned_of_missing_blocks = False
         self._has_warned_not_finite = False
         #: the first loss of a closure, and steps far above it
         self._growth: list[Any] = []
 
     @property
-    def has_warned_plain(self) -> bool:
-        """Whether `warn_plain` was called."""
-        return self._has_warned_plain
+    def has_warned_of_missing_blocks(self) -> bool:
+        """Whether `warn_of_missing_blocks` was called."""
+        return self._has_warned_of_missing_blocks
 
     def warn_unmeasured(self, state: KFACState, gradients: Tensors, known: Collection[str]) -> None:
         """Say which parameters the loss reaches and the measured output does not.
@@ -331,9 +332,10 @@ class Notices:
         self._unmeasured.update(lost)
         if not lost:
             return
-        treatment = "they follow AdamW"
-        if state.assignment.others is None:
-            treatment = "their gradient is followed as it is"
+        treatment = "their gradient is followed as it is"
+        others = state.assignment.others
+        if others is not None:
+            treatment = f"they follow {type(others).__name__}"
         warnings.warn(
             f"The loss reaches {', '.join(lost)}, on which the measured output does not "
             f"depend: {treatment}. Measure their output too (output=), "
@@ -342,19 +344,23 @@ class Notices:
             stacklevel=find_user_stacklevel(),
         )
 
-    def warn_plain(self, params: Tensors, plain: Mapping[str, str], has_others: bool) -> None:
+    def warn_of_missing_blocks(
+        self, params: Tensors, reasons: Mapping[str, str], others: Rule | None
+    ) -> None:
         """Say that more than a tenth of what is trained has no block of its layer."""
-        self._has_warned_plain = True
+        self._has_warned_of_missing_blocks = True
         sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
-        plain = {n: why for n, why in plain.items() if n in sizes}
-        share = sum(sizes[n] for n in plain) / max(1, sum(sizes.values()))
-        if share <= _PLAIN_SHARE:
+        reasons = {n: why for n, why in reasons.items() if n in sizes}
+        share = sum(sizes[n] for n in reasons) / max(1, sum(sizes.values()))
+        if share <= _SHARE_WITHOUT_BLOCK:
             return
-        most = max(plain, key=sizes.__getitem__)
-        treatment = "follow AdamW" if has_others else "are held as a diagonal"
+        most = max(reasons, key=sizes.__getitem__)
+        treatment = "are held as a diagonal"
+        if others is not None:
+            treatment = f"follow {type(others).__name__}"
         warnings.warn(
             f"{100 * share:.0f} % of the trained parameters {treatment}, {most} among them: "
-            f"{plain[most]}. coverage() says what is known of each.",
+            f"{reasons[most]}. coverage() says what is known of each.",
             RuntimeWarning,
             stacklevel=find_user_stacklevel(),
         )

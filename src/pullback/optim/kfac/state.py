@@ -57,7 +57,7 @@ class KFACState:
     measured_keys: set[BlockKey] = field(default_factory=set)
     reserved: set[BlockKey] = field(default_factory=set)
     #: whether all blocks are known from the table of a checkpoint alone, until a load fills them
-    is_shown: bool = False
+    awaits_load: bool = False
     #: device and dtype of the model's parameters at the last step
     memories: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
 
@@ -97,10 +97,10 @@ class KFACState:
         self.states.allocate(key, others, shape, self.schedule.step)
         return key
 
-    def add_placeholder_block(self, key: BlockKey, factors: Factors) -> None:
-        """Show a block of these shapes; memory is taken with its first statistics."""
+    def reserve_block(self, key: BlockKey, factors: Factors) -> None:
+        """Reserve a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, factors)
-        self.averages[key].change(placeholder)
+        self.averages[key].replace_tensors(placeholder)
         self.states.change(key, placeholder)
         self.reserved.add(key)
 
@@ -129,16 +129,16 @@ class KFACState:
 
     def move(self, key: BlockKey, template: Tensor) -> None:
         """Bring a block, with all that is in it, to the template's device and dtype."""
-        self.averages[key].change(lambda t: t.to(template))
+        self.averages[key].replace_tensors(lambda t: t.to(template))
         self.states.convert(key, template)
 
-    def follow(self, params: Tensors) -> None:
+    def move_to_parameters(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
         memories = [(p.device, p.dtype) for p in params.values()]
         if memories == self.memories:
             return
         self.memories = memories
-        self._follow_entries(params)
+        self._move_entries(params)
         for key in self.measured_keys:
             mass = self.averages[key].mass
             device = params[key.names[0]].device
@@ -146,7 +146,7 @@ class KFACState:
                 self.move(key, mass.to(device))
         self.replicas.release(self.states, self.averages)
 
-    def _follow_entries(self, params: Tensors) -> None:
+    def _move_entries(self, params: Tensors) -> None:
         """Bring states of single entries to the device and dtype of their parameters."""
         for key, block in list(self.states.blocks.items()):
             if not block.rule.is_elementwise:
@@ -181,14 +181,14 @@ class KFACState:
         """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
         for key, average in old.averages.items():
             if not any(n in saved for n in key.names) and key not in self.averages:
-                self.add_placeholder_block(key, average.value)  # they were frozen when it was saved
+                self.reserve_block(key, average.value)  # they were frozen when it was saved
         old.schedule.numbers.update(self.schedule.numbers)  # the dict itself is shared
         self.schedule = old.schedule
         self.replicas.forget_sums()
 
     # --- statistics → averages → states → directions ----------------------------------------------
 
-    def learn(self, means: BlockMeans, guard: Guard) -> bool:
+    def update_averages(self, means: BlockMeans, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         tensors: list[Tensor] = []
         for factors in means.values():
@@ -237,7 +237,7 @@ class KFACState:
 
     def stack(self, params: ModelParameters, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
-        self.follow(params.by_name)
+        self.move_to_parameters(params.by_name)
         if self.states.is_stacked:
             return False
         self.states.stack(self._find_templates(params), group_numbers)

@@ -75,7 +75,7 @@ class Average:
         shapes = [(f, t.shape[1:]) for f, t in self.value.items()]
         return *shapes, self.mass.dtype, self.mass.device
 
-    def change(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
+    def replace_tensors(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
         """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
         self.value = {f: map_entries(change, t) for f, t in self.value.items()}
         self.mean = {f: map_entries(change, t) for f, t in self.mean.items()}

@@ -50,7 +50,7 @@ from .covectors import Covectors, Descent, NotFinite, draw_signs, generate_covec
 from .launch_thread import LaunchThread, sets_precision
 from .repeated_call import RepeatedCall
 from .structure import BlockStructure
-from .sums import Obstacle, Pool, means
+from .sums import Obstacle, Pool, compute_means
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 
@@ -686,7 +686,7 @@ class StatisticsCapture:
             scale = 1.0
         else:
             scale = pool.samples
-        return means(pool, scale)
+        return compute_means(pool, scale)
 
 
 def _force_eager(stack: contextlib.ExitStack) -> bool:

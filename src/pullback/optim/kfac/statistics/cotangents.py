@@ -86,7 +86,7 @@ class UseMoments:
 class CotangentPass:
     """One pass over the layers of a recorded forward pass.
 
-    `layouts` say where the samples of each use stand, `plain` are parameters held as diagonals, and
+    `layouts` say where the samples of each use stand, `diagonals` are parameters held so, and
     `bases` eigenbases for second moments of the gradient. A `proof` receives all cotangents.
     """
 
@@ -94,14 +94,14 @@ class CotangentPass:
         self,
         descent: Descent,
         layouts: Sequence[str],
-        plain: Collection[str],
+        diagonals: Collection[str],
         bases: Mapping[BlockKey, Bases],
         proof: Proof | None = None,
     ) -> None:
         self.descent = descent
         self._entries = descent.forward.record.entries
         self._layouts = layouts
-        self._plain = plain
+        self._diagonals = diagonals
         self._proof = proof
         #: by use, the eigenbases of its block, where it is the block's only use
         self._bases: dict[int, tuple[BlockKey, Bases]] = {}
@@ -160,7 +160,7 @@ class CotangentPass:
         if self._proof is not None:
             self._proof.add_use(entry, delta)
         names_by_role = {role: name for role, name in entry.names.items() if name is not None}
-        if not delta.numel() or self._are_plain(names_by_role.values()):
+        if not delta.numel() or self._are_diagonals(names_by_role.values()):
             return
         if isinstance(entry.layer, Scale):
             self._measure_units(use, delta, list(names_by_role))
@@ -170,9 +170,9 @@ class CotangentPass:
             use.basis, bases = self._bases[i]
             use.spectrum = _compute_squares(bases, use, delta)
 
-    def _are_plain(self, names: Iterable[str]) -> bool:
+    def _are_diagonals(self, names: Iterable[str]) -> bool:
         """Return True if all of these parameters are held as diagonals."""
-        return all(name in self._plain for name in names)
+        return all(name in self._diagonals for name in names)
 
     def _measure_units(self, use: UseMoments, delta: Tensor, roles: list[str]) -> None:
         """Form the sums of gain and shift by sample, or their moments at once if they are large."""

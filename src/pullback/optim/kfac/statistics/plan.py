@@ -64,7 +64,7 @@ class BlockPlan:
 
     Args:
         uses: of layers.
-        plain: parameters to be held as diagonals, with the reason where there is one.
+        diagonals: parameters to be held as diagonals, with the reason where there is one.
         is_joint: whether weight and bias of a layer share a block.
         remarks: reasons that `coverage` gives for other parameters.
     """
@@ -72,13 +72,13 @@ class BlockPlan:
     def __init__(
         self,
         uses: Sequence[LayerUse],
-        plain: Mapping[str, str],
+        diagonals: Mapping[str, str],
         is_joint: bool,
         remarks: Mapping[str, str],
     ) -> None:
-        self.plain = dict(plain)
+        self.diagonals = dict(diagonals)
         #: what `coverage` says of a parameter
-        self.reasons = {**remarks, **{n: why for n, why in self.plain.items() if why}}
+        self.reasons = {**remarks, **{n: why for n, why in self.diagonals.items() if why}}
         # a weight that is used as it is too has the coordinates of that use
         self._untransposed = {use.weight for use in uses if not use.is_transposed}
         self._partners = self._find_partners(uses) if is_joint else {}
@@ -87,7 +87,7 @@ class BlockPlan:
             for key in self._blocks_of(use):
                 for name in key.names:
                     self._blocks.setdefault(name, key)
-        for name in self.plain:
+        for name in self.diagonals:
             self._blocks[name] = BlockKey(BlockKind.DIAGONAL, (name,))
 
     def _find_partners(self, uses: Sequence[LayerUse]) -> dict[str | None, set[str | None]]:
@@ -102,16 +102,18 @@ class BlockPlan:
     def _blocks_of(self, use: LayerUse) -> list[BlockKey]:
         """Return one block for weight and bias if they are used together alone, else one each."""
         kind = BlockKind.UNITS if use.curvature == "units" else BlockKind.KRONECKER
-        is_turned = use.is_transposed and use.weight not in self._untransposed
-        names = [n for n in (use.weight, use.bias) if n is not None and n not in self.plain]
+        is_transposed = use.is_transposed and use.weight not in self._untransposed
+        names = [n for n in (use.weight, use.bias) if n is not None and n not in self.diagonals]
         has_both = len(names) == 2
         if has_both and self._are_partners(use.weight, use.bias):
-            return [BlockKey(str(kind), tuple(names), is_transposed=is_turned)]
+            return [BlockKey(str(kind), tuple(names), is_transposed=is_transposed)]
         keys = []
         for name in names:
             is_weight = name == use.weight
             is_bias = name == use.bias
-            key = BlockKey(str(kind), (name,), bias=is_bias, is_transposed=is_turned and is_weight)
+            key = BlockKey(
+                str(kind), (name,), bias=is_bias, is_transposed=is_transposed and is_weight
+            )
             keys.append(key)
         return keys
 

@@ -85,7 +85,7 @@ class BlockStructure:
         #: why a parameter is held as a diagonal
         self.reasons: dict[str, str] = {}
         #: those parameters by the last proof, with the reason
-        self.plain: dict[str, str] = {}
+        self.diagonals: dict[str, str] = {}
         #: the weights that a known layer has used, where inputs alone are measured
         self._known_inputs: set[str] = set()
         #: the parameters that share a block with this one
@@ -126,8 +126,8 @@ class BlockStructure:
         if route.agrees_with_user_pass.get(modes) is not required:
             return False
         # diagonals are the squares of gradients, which the pass under way adds up
-        diagonals = bool(route.plan.plain) and self._options.measures_diagonals
-        if diagonals or loss_descent.find_upcoming() != route.reached:
+        has_diagonals = bool(route.plan.diagonals) and self._options.measures_diagonals
+        if has_diagonals or loss_descent.find_upcoming() != route.reached:
             return False
 
         def finish(down: CotangentPass) -> None:
@@ -141,7 +141,9 @@ class BlockStructure:
             else:
                 route.agrees_with_user_pass[modes] = False
 
-        UserPass(CotangentPass(loss_descent, route.layouts, route.plan.plain, self.bases), finish)
+        UserPass(
+            CotangentPass(loss_descent, route.layouts, route.plan.diagonals, self.bases), finish
+        )
         return True
 
     def _try_along(self, loss_descent: Descent, covector: Tensor, expected: Pool) -> None:
@@ -213,8 +215,8 @@ class BlockStructure:
             self._known_inputs.update(key.names)
         self._known_inputs.update(_find_weights_without_rows(record))
         self.partners = {n: (n,) for n in leaves}
-        self.plain = {n: NO_LAYER for n in leaves if n not in self._known_inputs}
-        self.reasons = dict(self.plain)
+        self.diagonals = {n: NO_LAYER for n in leaves if n not in self._known_inputs}
+        self.reasons = dict(self.diagonals)
         return pool
 
     def _add_layer_inputs(
@@ -275,8 +277,8 @@ class BlockStructure:
 
     def _follow(self, descent: Descent, route: Route, pool: Pool) -> bool:
         """Pull back on a known route; False, and nothing added, if it is another one."""
-        down = CotangentPass(descent, route.layouts, route.plan.plain, self.bases)
-        down.run(route.last, [n for n in route.plan.plain if n in descent.forward.leaves])
+        down = CotangentPass(descent, route.layouts, route.plan.diagonals, self.bases)
+        down.run(route.last, [n for n in route.plan.diagonals if n in descent.forward.leaves])
         if down.reached_uses != route.reached:
             return False
         if descent.forward.record.compounds:
@@ -321,7 +323,7 @@ class BlockStructure:
         add_map_moments(replays, descent, pool, plan)
         self._adopt_plan(plan)
         self._add(down, plan, pool)
-        norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
+        norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.diagonals})
         is_certain = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
         return ProvenRoute(Route(plan, layouts, down.reached_uses, ends), is_certain)
 
@@ -340,22 +342,22 @@ class BlockStructure:
             **replays.describe_omissions(),
             **describe_unknown_layouts(entries, layouts),
         }
-        plain = {
+        diagonals = {
             **different_forms(uses),
             **_name_hooks(unexplained, descent.forward.leaves),
             **descent.unrelated,
         }
         layers = descent.forward.record.layers
-        if any(plain.values()) and not layers.is_listening:
+        if any(diagonals.values()) and not layers.is_listening:
             layers.is_listening = True  # a function may use what no module showed
-        return BlockPlan(uses, plain, self._options.joint, remarks)
+        return BlockPlan(uses, diagonals, self._options.joint, remarks)
 
     def _adopt_plan(self, plan: BlockPlan) -> None:
         """Take the blocks of this plan for those of its parameters from now on."""
         if plan is self._plan:
             return
         self._plan = plan
-        self.plain = {n: reason for n, reason in plan.plain.items() if reason}
+        self.diagonals = {n: reason for n, reason in plan.diagonals.items() if reason}
         planned = self._find_partners(plan)
         unplanned: dict[str, tuple[str, ...]] = {}
         for name, partners in self.partners.items():
@@ -369,7 +371,7 @@ class BlockStructure:
         partners: dict[str, tuple[str, ...]] = {}
         for key in plan.keys:
             for name in key.names:
-                is_unused = name in plan.plain and not plan.plain[name]
+                is_unused = name in plan.diagonals and not plan.diagonals[name]
                 if not is_unused or name not in self.partners:
                     partners[name] = key.names
         return partners
@@ -379,7 +381,7 @@ class BlockStructure:
         descent = down.descent
         down.add_to(pool, plan)
         forward = descent.forward
-        names = [n for n in plan.plain if n in forward.leaves]
+        names = [n for n in plan.diagonals if n in forward.leaves]
         gradients = [down.gradients.get(n) for n in names]
         if descent.coupling is not None and names:  # theirs is another covector
             related = descent.coupling.related_covector(descent.covector, descent.axis)

@@ -138,7 +138,9 @@ class Pool:
         self.obstacle = max(self.obstacle, obstacle)
 
 
-def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
+def compute_means(
+    pool: Pool, scale: Tensor | float
+) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
     """Return the factors of all blocks: means over samples (cotangents) and positions (inputs).
 
     The means over samples are multiplied by `scale`. The means overwrite the sums in their memory.
