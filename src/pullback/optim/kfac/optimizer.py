@@ -59,7 +59,8 @@ from .rules import Rule, Statistics
 from .schedule import Schedule
 from .stacks import Tensors
 from .state import BlockMeans, KFACState
-from .statistics.capture import StatisticsCapture, average_terms
+from .statistics.capture import StatisticsCapture
+from .statistics.terms import average_terms
 from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, replace_directions
 from .update import BUFFERS, Share
 

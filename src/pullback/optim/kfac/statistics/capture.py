@@ -30,24 +30,22 @@ from ...._core.capture import (
     select_returned_output,
     unwrap_model,
 )
-from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
-from ...._core.graph import Root, skip_dtype_casts
+from ...._core.graph import Root
 from ...._core.groups import active_wrapper
 from ...._core.space import compute_dtype
-from ....grams import RowBlock
-from ....grams.kronecker.packed_matrix import FactorMatrix, pack
-from ....maps.layers import AffineBlock
+from ....grams.kronecker.packed_matrix import FactorMatrix
 from ....maps.record import ForwardRecord, ModelLayers, RecordedPass, find_factor_layer
 from ....maps.roles import assign_roles
 from ...checks import find_user_stacklevel, warn_derivatives, warn_mismatch
 from ..assignment import Assignment
-from ..factors.block import DIAGONAL, BlockKey, FactorKey
+from ..factors.block import BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
 from .cotangents import AllSums, measurement_context
-from .covectors import Covectors, Descent, NotFinite, draw_signs, generate_covectors, make_covectors
+from .covectors import Covectors, Descent, NotFinite, generate_covectors, make_covectors
 from .launch_thread import LaunchThread, sets_precision
+from .passes import PendingPass, ReceivedPass, Source, StartedCall
 from .repeated_call import RepeatedCall
 from .structure import BlockStructure
 from .sums import Obstacle, Pool, compute_means
@@ -57,10 +55,8 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 @dataclass(frozen=True)
 class CaptureLimits:
-    """Bounds on what is kept of a pass, and on what a loss's gradient may look like."""
+    """Bounds on what a loss's gradient may look like."""
 
-    #: entries of an output from which on it is computed twice instead of kept: 64 MiB of float32
-    large_output: int = 2**24
     #: how many of the first gradients are checked; the first one shows what loss it is
     checks: int = 3
     #: how much longer than the metric says a loss's gradient is, if it was scaled
@@ -68,103 +64,6 @@ class CaptureLimits:
 
 
 _LIMITS = CaptureLimits()
-
-#: the layers of a pass; or how to run it again, if it ran in compiled code
-Source = ForwardRecord | RepeatedCall
-
-
-class StartedCall(NamedTuple):
-    """A forward pass under way: its layers, and the tensors among its arguments."""
-
-    source: Source
-    inputs: list[Tensor]
-
-
-class PendingPass:
-    """What is kept of a forward pass until its output z receives a gradient.
-
-    The graph owns it, by a hook: so it owns neither z nor z's node, and is gone with the graph.
-    `inputs` are the tensors among the call's arguments, for metrics that depend on them.
-    """
-
-    def __init__(self, z: Tensor, call: StartedCall) -> None:
-        source = call.source
-        node, number = skip_dtype_casts(z)
-        self.source: Source | None = source
-        self.inputs: Sequence[Tensor] = call.inputs
-        self._value = z.detach()
-        self._number = number
-        self._dtype = z.dtype
-        self._version = z._version
-        if node is None:
-            self._leaf = z
-        else:
-            self._leaf = None
-        if isinstance(source, ForwardRecord) and node is not None:
-            if z.numel() >= _LIMITS.large_output and node is z.grad_fn and source.find_head(node):
-                # while the loss is differentiated there would be one more tensor of this size
-                self._value = None
-            source.release(node)
-
-    def clear(self) -> None:
-        """Let go of everything; a user may keep the graph for long."""
-        self.source = None
-        self._leaf = None
-        self._value = None
-        self.inputs = ()
-
-    def value(self) -> Tensor:
-        """Return z as the model gave it; an error where it was changed in place."""
-        if self._value is None:
-            assert isinstance(self.source, ForwardRecord)
-            return self.source.head_output(self._dtype)
-        if self._value._version != self._version:
-            raise PullbackError(
-                "The model's output was changed in place",
-                "the metric at the output needs the values that the model gave",
-                "Change a copy: z = z + 1, not z += 1",
-            )
-        return self._value
-
-    def root(self) -> Tensor | GradientEdge:
-        """Return where z stands in the graph; only while its hook runs."""
-        if self._leaf is not None:
-            return self._leaf
-        return GradientEdge(torch._C._current_autograd_node(), self._number)
-
-
-@dataclass
-class ReceivedPass:
-    """A recorded pass whose output has received its gradient: what statistics are made of."""
-
-    forward: RecordedPass
-    #: ∂loss/∂z
-    cotangent: Tensor
-    #: the tensors among the call's arguments
-    inputs: Sequence[Tensor]
-    #: z, until it is taken
-    output: Tensor | None
-    #: whether the user's pass has all that a second one would: the layers, and no graph of its own
-    allows_user_pass: bool
-
-    def __post_init__(self) -> None:
-        assert self.output is not None
-        self._dtype = self.output.dtype
-        self.is_large = self.output.numel() >= _LIMITS.large_output
-
-    def take_output(self, *, retain: bool) -> Tensor:
-        """Return z; it is let go here unless it is to be retained."""
-        output = self.output
-        assert output is not None
-        if not retain:
-            self.output = None
-        return output
-
-    def repeat_output(self) -> Tensor:
-        """Return z once more after it was taken: the retained one, or computed by its layer."""
-        if self.output is None:
-            return self.forward.record.head_output(self._dtype)
-        return self.output
 
 
 class MeasuredPass(NamedTuple):
@@ -696,36 +595,3 @@ def _force_eager(stack: contextlib.ExitStack) -> bool:
     except RuntimeError:
         return False  # compiled by the caller, whose code was left for the hook
     return True
-
-
-def average_terms(
-    terms: Sequence[RowBlock], options: Options, generator: torch.Generator
-) -> dict[BlockKey, dict[FactorKey, Any]]:
-    """Return means for losses stated on derivatives of the network: one Kronecker product per term.
-
-    Each derivative that a term carries forward is one more place that shares a layer's weight, with
-    the homogeneous coordinate 1 at the value and 0 at its derivatives.
-    """
-    pool = Pool()
-    for number, term in enumerate(terms):
-        covectors = _form_term_covectors(term, options, generator)
-        for block in term.linearization.pullback_factored(covectors).blocks.values():
-            if isinstance(block, AffineBlock) and block.weight is not None:
-                sums = pool.of(BlockKey("kronecker", block.names))
-                left, right = block.sides(options.sharing.longest)
-                sums.values[FactorKey(f"term {number}", "left")] = pack(left)
-                sums.values[FactorKey(f"term {number}", "right")] = pack(right)
-                continue
-            for name, rows in block.rows().items():
-                squares = rows.square().sum((0, 1))[:, None, None]
-                pool.of(BlockKey("diagonal", (name,))).add(DIAGONAL, squares)
-    return {key: sums.values for key, sums in pool.sums.items()}
-
-
-def _form_term_covectors(term: RowBlock, options: Options, generator: torch.Generator) -> Any:
-    """Return the covectors of a term: the columns of its factor, or one random combination."""
-    value = term.linearization.value
-    if options.fisher == "mc":
-        shape = (1, len(value), *term.factor.white)
-        return term.factor.apply(draw_signs(shape, value, generator))
-    return term.factor.covectors(value)
