@@ -28,7 +28,7 @@ from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, unpack
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.block import BlockKey, block_shape
-from ...optim.kfac.rules.natural import scale_both
+from ...optim.kfac.rules.natural_states import scale_both
 from ...optim.kfac.state import KFACState
 from ..scaling_units import ScalingUnits
 from .sweeps import Follower

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...._core.errors import PullbackError
 from ....grams.kronecker import (
@@ -28,8 +27,6 @@ from ..arguments import check
 from ..factors.block import BlockKind
 from ..factors.damping import Damping, as_damping
 from .base import (
-    REFRESHED,
-    SYMMETRIC,
     BlockShape,
     Defaults,
     Estimation,
@@ -40,13 +37,13 @@ from .base import (
     Statistics,
     StepContext,
 )
-from .half_inverse import (
-    HalfInverse,
-    apply_in_half,
-    apply_in_half_with_bias,
-    pays_in_half,
-    round_to_half,
-    widen,
+from .half_inverse import pays_in_half, widen
+from .natural_states import (
+    EigenState,
+    InverseState,
+    UnitState,
+    pad_to_aligned,
+    round_up_to_aligned,
 )
 
 
@@ -61,67 +58,6 @@ class Retries:
 
 
 _RETRIES = Retries()
-#: rows of matrices are multiples of this many entries, as tensor cores read them
-_ALIGNED = 8
-
-
-@dataclass
-class InverseState(RuleState):
-    """R⁻¹ (B, O, O) and C⁻¹ (B, m, m), or diagonals; m is n filled up to a multiple of 8.
-
-    In float16 they are those of a `HalfInverse`, with its `rows` and `unit`; otherwise these
-    are ones.
-    """
-
-    is_rebuilt: ClassVar = True
-
-    left: Tensor = field(metadata=SYMMETRIC)
-    right: Tensor = field(metadata=SYMMETRIC)
-    rows: Tensor = field(metadata=REFRESHED)
-    unit: Tensor = field(metadata=REFRESHED)
-
-    @property
-    def in_half(self) -> HalfInverse | None:
-        """The inverses in float16, if they are held so."""
-        if self.left.dtype != torch.float16:
-            return None
-        return HalfInverse(self.left, self.right, self.rows, self.unit)
-
-    def store(self, left: Tensor, right: Tensor, *, is_half: bool) -> None:
-        """Take up inverse factors, in float16 if `is_half`."""
-        if is_half:
-            half = round_to_half(left, right)
-            self.left = half.left
-            self.right = half.right
-            self.rows = half.rows
-            self.unit = half.unit
-        else:
-            self.left = left
-            self.right = right
-            self.rows = left.new_ones(left.shape[:2])
-            self.unit = left.new_ones(len(left))
-
-
-@dataclass
-class EigenState(RuleState):
-    """(U ⊗ W) diag(scale) (U ⊗ W)ᵀ, with None for the identity.
-
-    `spectrum` is a running mean of the gradient's squares in these bases and `mass` the weight of
-    the statistics in it, where eigenvalues are corrected.
-    """
-
-    left: Tensor | None = field(metadata=REFRESHED)
-    right: Tensor | None = field(metadata=REFRESHED)
-    scale: Tensor = field(metadata=REFRESHED)
-    spectrum: Tensor | None = field(metadata=REFRESHED)
-    mass: Tensor | None = None
-
-
-@dataclass
-class UnitState(RuleState):
-    """The inverse of each unit's matrix, (U, k, k)."""
-
-    inverse: Tensor = field(metadata=REFRESHED)
 
 
 class Natural(Rule):
@@ -223,7 +159,7 @@ class Natural(Rule):
                 state.spectrum = shape.zeros(*shape.size)
                 state.mass = shape.zeros(blocks)
             return state
-        filled = _round_up_to_aligned(columns)
+        filled = round_up_to_aligned(columns)
         if shape.dense_columns:
             right = shape.zeros(blocks, filled, filled)
         else:
@@ -263,18 +199,14 @@ class Natural(Rule):
             coordinates = to_bases(state.left, gradient, state.right) * state.scale
             return from_bases(state.left, coordinates, state.right)
         assert isinstance(state, InverseState)
-        if state.in_half is not None:
-            return apply_in_half(state.in_half, gradient)
-        return _apply(state.left, gradient, state.right)
+        return state.apply(gradient)
 
     def direction_with_bias(
         self, weight: Tensor, bias: Tensor, state: RuleState, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(state, InverseState) or state.right.ndim == 2:
             return super().direction_with_bias(weight, bias, state, step)
-        if state.in_half is not None:
-            return apply_in_half_with_bias(state.in_half, weight, bias)
-        return _apply_with_bias(state.left, weight, bias, state.right)
+        return state.apply_with_bias(weight, bias)
 
     # --- inverses of both factors -----------------------------------------------------------------
 
@@ -298,7 +230,7 @@ class Natural(Rule):
         left, right = inverse.matrices
         if any(inverse.failed) or self._inverts_on_range(averages):
             left, right = self._invert_one_by_one(averages, report)
-        state.store(left, _pad(right), is_half=state.in_half is not None)
+        state.store(left, pad_to_aligned(right), is_half=state.in_half is not None)
         return report
 
     def _invert_one_by_one(
@@ -454,52 +386,8 @@ class Natural(Rule):
 
     def rescale(self, state: RuleState, rows: Tensor, columns: Tensor) -> None:
         """Set R⁻¹ ← L R⁻¹L and C⁻¹ ← D C⁻¹D for L = diag l, D = diag r."""
-        if isinstance(state, UnitState):
-            scale_both(state.inverse, rows)
-        elif isinstance(state, InverseState):
-            _rescale_inverse(state, rows, columns)
-        else:
-            assert isinstance(state, EigenState)
-            _rescale_eigen(state, rows, columns)
-
-
-def scale_both(side: Tensor, by: Tensor) -> None:
-    """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
-    n = min(by.shape[-1], side.shape[-1])
-    by = by[..., :n]
-    if side.ndim == by.ndim:
-        side[..., :n].mul_(by.square())
-    else:
-        side[..., :n, :n].mul_(by[..., None]).mul_(by[..., None, :])
-
-
-def _rescale_inverse(state: InverseState, rows: Tensor, columns: Tensor) -> None:
-    """Rescale both inverses in their own memory, of which stacks hold views."""
-    if state.in_half is None:
-        scale_both(state.left, rows)
-        scale_both(state.right, columns)
-        return
-    left, right = widen(state.in_half)
-    scale_both(left, rows)
-    scale_both(right, columns)
-    for name, tensor in vars(round_to_half(left, right)).items():
-        getattr(state, name).copy_(tensor)
-
-
-def _rescale_eigen(state: EigenState, rows: Tensor, columns: Tensor) -> None:
-    """Rescale bases, and eigenvalues along sides that are diagonal and have no basis."""
-    if state.left is not None:
-        state.left.mul_(rows[..., None])
-    else:
-        state.scale.mul_(rows.square()[..., None])
-        if state.spectrum is not None:
-            state.spectrum.div_(rows.square()[..., None])
-    if state.right is not None:
-        state.right.mul_(columns[..., None])
-    else:
-        state.scale.mul_(columns.square()[:, None])
-        if state.spectrum is not None:
-            state.spectrum.div_(columns.square()[:, None])
+        assert isinstance(state, (UnitState, InverseState, EigenState))
+        state.rescale(rows, columns)
 
 
 def refuse_combinations(estimation: Estimation, damping: Damping) -> None:
@@ -526,51 +414,6 @@ def refuse_combinations(estimation: Estimation, damping: Damping) -> None:
             f"{metric!r} relates samples, and the corrected eigenvalues are sums over single ones",
             "Leave ekfac out",
         )
-
-
-def _round_up_to_aligned(n: int) -> int:
-    return -(-n // _ALIGNED) * _ALIGNED
-
-
-def _pad(side: Tensor) -> Tensor:
-    """Return a factor filled up with zeros to rows that are read fast."""
-    more = _round_up_to_aligned(side.shape[-1]) - side.shape[-1]
-    if more:
-        return F.pad(side, (0, more) * (side.ndim - 1))
-    return side
-
-
-def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
-    """Return R⁻¹ V C⁻¹ for V of shape (B, O, n)."""
-    columns = v.shape[-1]
-    v = _apply_left(left, v)
-    if right.ndim == 2:
-        return v * right[:, None, :columns]
-    return torch.bmm(v, right[:, :columns, :columns])
-
-
-def _apply_with_bias(
-    left: Tensor, weight: Tensor, bias: Tensor, right: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return R⁻¹ [V b] C⁻¹ as its two parts, for V (B, O, I) and b (B, O).
-
-    No matrix with an odd number of columns is multiplied: tensor cores read rows that begin at
-    multiples of 8 entries, to which C⁻¹ is filled up.
-    """
-    columns = weight.shape[-1]
-    joined = weight.new_empty(*weight.shape[:2], right.shape[-1])
-    _apply_left(left, weight, out=joined[..., :columns])
-    _apply_left(left, bias[..., None], out=joined[..., columns : columns + 1])
-    joined[..., columns + 1 :] = 0
-    last = right[..., columns : columns + 1]
-    return torch.bmm(joined, right[..., :columns]), torch.bmm(joined, last)[..., 0]
-
-
-def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return R⁻¹ V."""
-    if left.ndim == 2:
-        return torch.mul(left[..., None], v, out=out)
-    return torch.bmm(left, v, out=out)
 
 
 def _add_shift(side: Tensor, by: Tensor) -> Tensor:
