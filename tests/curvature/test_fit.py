@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback._core.errors import PullbackError
-from pullback.curvature import fitter, passes
+from pullback.curvature import checkpoint, passes
 from pullback.curvature.fitted import Curvature
 
 from .models import CASES, KINDS, Case, Oracle, make_case
@@ -177,7 +177,7 @@ def test_last_layer() -> None:
 @pytest.mark.parametrize("structure", ["ekfac", "exact"])
 def test_an_interrupted_fit_goes_on(structure: str, tmp_path: Path, monkeypatch) -> None:
 
-    monkeypatch.setattr(fitter, "FIT_LIMITS", fitter.FitLimits(checkpoint_seconds=0.0))
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_LIMITS", checkpoint.CheckpointLimits(seconds=0.0))
     case = make_case("mlp")
     batches = list(zip(case.inputs.split(3), case.targets.split(3), strict=True))
     path = tmp_path / "state"

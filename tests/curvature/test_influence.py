@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import pullback as pb
-from pullback.curvature import Relative, capture, queries, scores
+from pullback.curvature import Relative, capture, queries
 from pullback.curvature.data import Batch
+from pullback.curvature.reader import GradientReader
 from tests.pairs import each_once, quick_products
 
 from .models import CASES, Case, Oracle, make_case
@@ -233,7 +234,7 @@ def test_grams_of_positions_score_as_matrices_do() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
     data = (torch.randn(9, 20), torch.randint(0, 3, (9,)))
     curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
-    reader = scores.GradientReader(curvature)
+    reader = GradientReader(curvature)
     gradient = reader.gradients(Batch(*data), None)[0]
     gradients = gradient.matrices(slice(0, 9))[:, 0]
     matrices = curvature.blocks[0].apply(lambda s: 1 / (s + 0.1), gradients)

@@ -22,7 +22,8 @@ from .fitted import Curvature, Damping
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 from .queries import QueryBlock, hold_queries
-from .scores import GradientReader, Scorer, ScoringOptions, assemble_tiles, resolve_damping
+from .reader import GradientReader
+from .scores import Scorer, ScoringOptions, assemble_tiles, resolve_damping
 
 
 class DataGram(Gram):

@@ -2,9 +2,8 @@ r"""Fit a curvature to a finished model: one pass over the data, or two for EK-F
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..likelihoods import Likelihood
 from .capture import BatchTangent, CoverageRow, make_call
+from .checkpoint import Checkpoint, PassState
 from .checks import (
     Fingerprint,
     find_last_layer,
@@ -40,15 +40,13 @@ LAST_LAYER = "last layer"
 
 @dataclass(frozen=True)
 class FitLimits:
-    """Sizes and times of a fit."""
+    """Sizes of a fit."""
 
     #: outputs per sample up to which all columns of the metric's root are pulled back. The cost of
     #: a pass grows with them; ten classes are exact, and the tokens of a text are drawn.
     exact_outputs: int = 16
     #: samples of a batch where the data are one pair of tensors
     batch_samples: int = 256
-    #: seconds between two checkpoints: writing one takes a few at most
-    checkpoint_seconds: float = 60.0
 
 
 FIT_LIMITS = FitLimits()
@@ -152,81 +150,6 @@ class Fitter:
         self.coverage = tangent.coverage
         self.metric = self.columns.describe(outputs)
         return totals.plus(len(outputs), float(loss.detach()), outputs.numel())
-
-
-@dataclass
-class PassState:
-    """Where a pass stands.
-
-    Attributes:
-        batches: how many were added.
-        totals: over these batches; of all processes once the pass is complete.
-        is_complete: whether all batches of all processes were added.
-    """
-
-    batches: int = 0
-    totals: DataTotals = field(default_factory=DataTotals)
-    is_complete: bool = False
-
-
-class Checkpoint:
-    """The state of each pass in a file of its own.
-
-    Args:
-        path: beginning of the files' names, None for no checkpoints.
-        key: what the sums depend on; a file of another key is refused.
-    """
-
-    def __init__(self, path: Path | None, key: str) -> None:
-        self._path = path
-        self._key = key
-        self._written = time.monotonic()
-        self._files: list[Path] = []
-
-    def restore(self, data_pass: DataPass) -> PassState:
-        """Load a pass from its file, and return how many batches it contains."""
-        path = self._register_file(data_pass)
-        if path is None or not path.exists():
-            return PassState()
-        saved = torch.load(path, weights_only=True)
-        if saved["key"] != self._key:
-            raise PullbackError(
-                "The checkpoint is of another fit",
-                f"{path} was written for another model, structure or seed",
-                "Delete the file, or give checkpoint= another name",
-            )
-        data_pass.restore(saved["sums"])
-        return PassState(saved["batches"], DataTotals(**saved["totals"]), saved["is_complete"])
-
-    def write(self, data_pass: DataPass, state: PassState) -> None:
-        """Write the state if the pass is complete or the last time is long ago."""
-        path = self._register_file(data_pass)
-        is_recent = time.monotonic() - self._written < FIT_LIMITS.checkpoint_seconds
-        if path is None or (is_recent and not state.is_complete):
-            return
-        saved = {
-            "key": self._key,
-            "batches": state.batches,
-            "totals": asdict(state.totals),
-            "is_complete": state.is_complete,
-            "sums": data_pass.state(),
-        }
-        temporary = path.with_name(f"{path.name}.part")
-        torch.save(saved, temporary)
-        temporary.replace(path)
-        self._written = time.monotonic()
-
-    def remove(self) -> None:
-        """Delete the files of a fit that is complete."""
-        for path in self._files:
-            path.unlink(missing_ok=True)
-
-    def _register_file(self, data_pass: DataPass) -> Path | None:
-        if self._path is None:
-            return None
-        path = self._path.with_name(f"{self._path.name}.{data_pass.title}")
-        self._files.append(path)
-        return path
 
 
 def run_pass(

@@ -26,7 +26,7 @@ from .._core.errors import PullbackError, refuse_unknown, require
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
 from .data import Batch, match_targets, to_plain_inputs
 from .fitted import Curvature, CurvatureStructure
-from .scores import GradientReader
+from .reader import GradientReader
 from .spectra import SpectralBlock, SpectralFunction
 
 MARGINAL_LIKELIHOOD = "marginal likelihood"
