@@ -267,3 +267,22 @@ def test_the_smaller_space_is_decomposed(samples: int) -> None:
     batches = [(data[0][i : i + 1], data[1][i : i + 1]) for i in range(samples)]
     other = pb.curvature.fit(model, batches, **options)
     torch.testing.assert_close(dense(other), dense(curvature))
+
+
+def test_parameters_that_the_output_does_not_use() -> None:
+    """Their curvature is zero in every precision, and the prior alone decides about them."""
+
+    class Partial(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3, dtype=torch.float32)
+            self.unused = nn.Linear(2, 2, dtype=torch.float32)
+
+    data = (torch.randn(12, 4, dtype=torch.float32), torch.arange(12) % 3)
+    for structure in STRUCTURES:
+        curvature = pb.curvature.fit(
+            Partial(), data, likelihood=pb.likelihoods.Categorical(), structure=structure
+        )
+        moved = curvature.space.split(curvature.matvec(torch.ones(curvature.space.size).float()))
+        assert not moved["unused.weight"].any()
+        posterior = pb.curvature.laplace(curvature, prior_precision="marginal likelihood")
+        assert 0 < posterior.prior_precision < float("inf")

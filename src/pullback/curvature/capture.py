@@ -60,9 +60,10 @@ class FactorSums:
 
     def pair(self, samples: float) -> Pair:
         """Return the Kronecker product of the mean over this many samples."""
-        weight = self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
-        input_factor = self.input_factor / weight.to(self.input_factor.dtype)
-        return Pair(self.output_factor / samples, input_factor)
+        dtype = self.input_factor.dtype
+        # a parameter that no output depends on has weight 0: its factor stays 0
+        weight = self.weight.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+        return Pair(self.output_factor / samples, self.input_factor / weight)
 
 
 @dataclass(frozen=True)
