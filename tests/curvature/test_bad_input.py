@@ -115,6 +115,18 @@ def test_a_model_that_changed_since_the_fit(tmp_path: Path) -> None:
         pb.curvature.load(tmp_path / "saved", case.model)
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_masks_that_are_not_finite(value: float) -> None:
+    model = nn.Linear(4, 3)
+    model.register_buffer("mask", torch.full((3, 3), value).triu(1))
+    data = (torch.randn(8, 4), torch.arange(8) % 3)
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+    curvature.check_model()
+    model.mask.fill_(0.0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(PullbackError, match="mask has other values"):
+        curvature.check_model()
+
+
 def test_entries_that_changed_places() -> None:
     case = make_case("mlp")
     curvature = fit(case)

@@ -44,8 +44,12 @@ class Fingerprint:
 
 
 def _checksums(tensor: Tensor) -> tuple[float, float]:
-    """Return Σ|x| and Σ x cos(i), which also sees entries that changed places."""
-    flat = tensor.detach().flatten().double()
+    """Return Σ|x| and Σ x cos(i), which also sees entries that changed places.
+
+    Attention masks hold −∞, and a sum of it could not be compared: it counts as −2.
+    """
+    values = tensor.detach().flatten().double()
+    flat = values.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0)
     phases = torch.arange(len(flat), device=flat.device, dtype=torch.float64)
     return float(flat.abs().sum()), float((flat * phases.cos_()).sum())
 
