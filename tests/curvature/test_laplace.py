@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 import pullback as pb
 from pullback import PullbackError
 from tests.pairs import quick_products
 
-from .models import CASES, KINDS, Case, Oracle, make_case
+from .models import CASES, KINDS, Case, Oracle, TiedText, make_case
 
 STRUCTURES = ["exact", "ekfac", "kfac", "diagonal"]
 #: every kind of model, and every structure, whose draws are compared with their covariance
@@ -178,6 +179,32 @@ def test_bernoulli_probabilities_and_likelihood() -> None:
     p = prediction.probabilities()
     want = (case.targets * p.log() + (1 - case.targets) * (1 - p).log()).sum(1)
     assert torch.allclose(prediction.log_likelihood(case.targets), want)
+
+
+@pytest.mark.parametrize("dim", [1, None])
+def test_classes_on_the_first_axis_of_an_event(dim: int | None, tmp_path: Path) -> None:
+    """Logits (N, classes, positions), as torch's losses have them; some targets are ignored."""
+
+    class Transposed(TiedText):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens).mT
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 5, (7, 3))
+    targets = tokens.roll(1, 1)
+    targets[0, 1] = -100
+    likelihood = pb.likelihoods.Categorical(dim=dim)
+    model = Transposed(5, 4)
+    curvature = pb.curvature.fit(model, (tokens, targets), likelihood=likelihood)
+    prediction = pb.curvature.laplace(curvature)(tokens)
+    p = prediction.probabilities()
+    assert torch.allclose(p.sum(1), torch.ones(7, 3))
+    logs = p.log().gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    want = torch.where(targets >= 0, logs, 0).sum(1)
+    assert torch.allclose(prediction.log_likelihood(targets), want)
+    curvature.save(tmp_path / "saved")
+    loaded = pb.curvature.load(tmp_path / "saved", torch.compile(model, backend="eager"))
+    assert torch.equal(pb.curvature.laplace(loaded)(tokens).probabilities(), p)
 
 
 def test_targets_without_the_last_axis() -> None:

@@ -27,6 +27,7 @@ class Fingerprint:
         """Return the fingerprint of a model's parameters and floating-point buffers."""
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         tensors.update(model.named_buffers())
+        _refuse_meta(tensors)
         return cls({name: _checksums(tensor) for name, tensor in tensors.items()})
 
     def list_differences(self, other: Fingerprint) -> list[str]:
@@ -54,9 +55,34 @@ def _checksums(tensor: Tensor) -> tuple[float, float]:
     return float(flat.abs().sum()), float((flat * phases.cos_()).sum())
 
 
+def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise PullbackError(
+                "The model has no values",
+                f"{name} is on the device 'meta'",
+                "Load its weights on a real device first",
+            )
+
+
+def refuse_inference_mode() -> None:
+    """Raise inside `torch.inference_mode()`, where autograd records nothing."""
+    if torch.is_inference_mode_enabled():
+        raise PullbackError(
+            "Gradients cannot be formed",
+            "torch.inference_mode() is on",
+            "Call this outside of it; torch.no_grad() is no obstacle",
+        )
+
+
 def refuse_changed(model: nn.Module, fitted: Fingerprint) -> None:
     """Raise if a parameter or buffer has changed since the fit."""
-    changed = fitted.list_differences(Fingerprint.of(model))
+    refuse_differences(fitted, Fingerprint.of(model))
+
+
+def refuse_differences(fitted: Fingerprint, present: Fingerprint) -> None:
+    """Raise if two fingerprints of a model are not the same."""
+    changed = fitted.list_differences(present)
     if changed:
         more = ""
         if len(changed) > 1:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import likelihoods
+from .._core.capture import unwrap_model
 from .._core.checks import require_number
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..grams.kronecker import Pair
 from ..likelihoods import Likelihood
 from ..solvers import Relative
-from .checks import Fingerprint, refuse_changed, refuse_random_layers
+from .checks import Fingerprint, refuse_changed, refuse_differences, refuse_random_layers
 from .forms import BlockForm
 from .spectra import KroneckerBlock, SpectralBlock, SpectralFunction, restore_block
 
@@ -180,11 +181,18 @@ class Curvature:
         return self.apply(lambda block: invert(resolve_block_damping(block, damping)), v)
 
     def logdet(self, damping: Damping) -> Tensor:
-        """Return log det(G + damping)."""
+        """Return log det(G + damping).
+
+        Raises:
+            PullbackError: if there is no damping and G is singular up to rounding.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.space.device)
         for block in self.blocks:
-            shifted = block.eigenvalues().double() + resolve_block_damping(block, damping)
-            total = total + shifted.log().sum()
+            values = block.eigenvalues()
+            number = resolve_block_damping(block, damping)
+            if number == 0:
+                _refuse_singular(block, values)
+            total = total + (values.double() + number).log().sum()
         return total
 
     def sample(
@@ -253,11 +261,15 @@ def load(
     Raises:
         PullbackError: if the model's parameters or buffers are others than those of the fit.
     """
+    model = unwrap_model(model)
     parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
+    present = Fingerprint.of(model)
+    device = torch.device("cpu")
+    if parameters:
+        device = next(iter(parameters.values())).device
     state = _read_file(path, device)
     fingerprint = Fingerprint(state["fingerprint"])
-    refuse_changed(model, fingerprint)
+    refuse_differences(fingerprint, present)
     forms = [BlockForm(**_restore_tuples(form)) for form in state["forms"]]
     pairs = zip(forms, state["blocks"], strict=True)
     rows = [TableRow(**_restore_tuples(row)) for row in state["rows"]]
@@ -301,8 +313,7 @@ def _restore_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
-    options = {key: v for key, v in vars(likelihood).items() if not key.startswith("_")}
-    return {"kind": type(likelihood).__name__, "options": options}
+    return {"kind": type(likelihood).__name__, "options": likelihood.constructor_arguments()}
 
 
 def _restore_likelihood(saved: dict[str, Any], user_value: Likelihood | None) -> Likelihood:
@@ -326,14 +337,29 @@ def resolve_block_damping(block: SpectralBlock, damping: Damping) -> float:
     return float(damping)
 
 
+def _find_smallest_inverted(values: Tensor) -> Tensor:
+    """Return the eigenvalue up to which others are zero but for rounding."""
+    return 32 * torch.finfo(values.dtype).eps * values.amax()
+
+
+def _refuse_singular(block: SpectralBlock, values: Tensor) -> None:
+    zeros = int((values <= _find_smallest_inverted(values)).sum())
+    if zeros:
+        raise PullbackError(
+            "The determinant of a singular curvature is zero",
+            f"{zeros} of {len(values)} eigenvalues of the block of {block.form.names[0]!r} are "
+            "zero up to rounding",
+            "Give a damping above zero",
+        )
+
+
 def invert(damping: float) -> SpectralFunction:
     """Return s ↦ 1/(s + damping); without damping, 1/s above rounding and 0 below it."""
 
     def function(values: Tensor) -> Tensor:
         if damping > 0:
             return 1 / (values + damping)
-        limit = 32 * torch.finfo(values.dtype).eps * values.amax()
-        return torch.where(values > limit, 1 / values, 0.0)
+        return torch.where(values > _find_smallest_inverted(values), 1 / values, 0.0)
 
     return function
 

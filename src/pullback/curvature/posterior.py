@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown, require
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
-from .data import Batch, match_targets, to_plain_inputs
+from .capture import BatchTangent
+from .data import Batch, match_targets, sample_losses, to_plain_inputs
 from .fitted import Curvature, CurvatureStructure
 from .reader import GradientReader
 from .spectra import SpectralBlock, SpectralFunction
@@ -43,6 +44,22 @@ class SearchLimits:
     steps: int = 200
     #: gradient by log δ and log σ², over the loss, at which it stops
     tolerance: float = 1e-10
+
+
+@dataclass(frozen=True)
+class PredictionLimits:
+    """Sizes of a prediction."""
+
+    #: samples that are linearized at once
+    batch_samples: int = 128
+    #: entries of the covectors that are pulled back at once, samples · outputs²: 512 MiB in
+    #: float32; layers hold several times as much
+    covector_entries: int = 2**27
+    #: entries of all covariances, 4 GiB in float32
+    covariance_entries: int = 2**30
+
+
+PREDICTION_LIMITS = PredictionLimits()
 
 
 @dataclass(frozen=True)
@@ -161,23 +178,26 @@ class Prediction:
         By default the logits are divided by √(1 + π/8 · variance), MacKay's approximation; with
         `draws` it is the mean over so many draws of the logits.
         """
-        if not isinstance(self.likelihood, (Categorical, Bernoulli)):
-            raise PullbackError(
-                f"{type(self.likelihood).__name__} has no class probabilities",
-                "the outputs are not logits",
-                "Use mean, variance and noise",
-            )
+        likelihood = self._require_logits()
         if draws is None:
-            return self._to_probabilities(self.mean / (1 + math.pi / 8 * self.variance).sqrt())
+            return likelihood.probabilities(self._moderated_logits())
         require_number("The number of draws", draws, least=1, whole=True)
         outputs = self.sample(draws, generator)
-        return torch.stack([self._to_probabilities(z) for z in outputs]).mean(0)
+        return torch.stack([likelihood.probabilities(z) for z in outputs]).mean(0)
 
-    def _to_probabilities(self, logits: Tensor) -> Tensor:
-        if isinstance(self.likelihood, Categorical):
-            axis = self.likelihood.dim
-            return torch.softmax(logits, -1 if axis is None else axis)
-        return torch.sigmoid(logits)
+    def _require_logits(self) -> Categorical | Bernoulli:
+        """Return the likelihood, and refuse one whose parameters are not logits."""
+        if isinstance(self.likelihood, (Categorical, Bernoulli)):
+            return self.likelihood
+        raise PullbackError(
+            f"{type(self.likelihood).__name__} has no class probabilities",
+            "the outputs are not logits",
+            "Use mean, variance and noise",
+        )
+
+    def _moderated_logits(self) -> Tensor:
+        """Return the logits divided by √(1 + π/8 · variance)."""
+        return self.mean / (1 + math.pi / 8 * self.variance).sqrt()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Return draws of the outputs, without noise: (count, N, *event)."""
@@ -193,22 +213,15 @@ class Prediction:
     def log_likelihood(self, targets: Tensor) -> Tensor:
         """Return log p(y|x, D) of each sample, added up over its outputs or positions: (N,).
 
-        Regression: normal densities with variance + noise. Classification: `probabilities()`.
+        Regression: normal densities with variance + noise. Classification: `probabilities()`, where
+        positions whose target is the likelihood's `ignore_index` count nothing.
         """
+        if self.noise is None:
+            return -sample_losses(self._require_logits(), self._moderated_logits(), targets)
         targets = match_targets(self.likelihood, self.mean, targets)
-        if self.noise is not None:
-            spread = self.variance + self.noise
-            densities = (targets - self.mean).square() / spread + (2 * math.pi * spread).log()
-            return -0.5 * densities.flatten(1).sum(1)
-        smallest = torch.finfo(self.mean.dtype).tiny
-        probabilities = self.probabilities().clamp(min=smallest)
-        if isinstance(self.likelihood, Bernoulli):
-            complement = (1 - probabilities).clamp(min=smallest)
-            logs = targets * probabilities.log() + (1 - targets) * complement.log()
-            return logs.flatten(1).sum(1)
-        axis = -1 if self.likelihood.dim is None else self.likelihood.dim  # pyright: ignore
-        logs = probabilities.log().gather(axis, targets.unsqueeze(axis)).squeeze(axis)
-        return logs.reshape(len(targets), -1).sum(1)
+        spread = self.variance + self.noise
+        densities = (targets - self.mean).square() / spread + (2 * math.pi * spread).log()
+        return -0.5 * densities.flatten(1).sum(1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -227,9 +240,6 @@ class Posterior:
     noise: float | None
     evidence: Evidence
 
-    #: samples that are linearized at once
-    batch_samples = 128
-
     def __repr__(self) -> str:
         return (
             f"Posterior({self.curvature!r}, prior_precision={self.prior_precision:.4g}, "
@@ -239,22 +249,36 @@ class Posterior:
     def __call__(self, inputs: Any) -> Prediction:
         """Return the distribution of the outputs at inputs: a tensor, a tuple or a mapping."""
         reader = GradientReader(self.curvature)
+        plain_inputs = to_plain_inputs(inputs)
+        samples = _count_samples(plain_inputs)
+        height = PREDICTION_LIMITS.batch_samples
+        start = 0
         means = []
         covariances = []
-        for batch_inputs in _split_inputs(to_plain_inputs(inputs), self.batch_samples):
-            tangent = reader.linearize(Batch(batch_inputs, ()))
-            columns = _identity_covectors(tangent.outputs)
-            gradients = tangent.gradients(columns, self.curvature.forms)
-            covariance = columns.new_zeros(len(tangent.outputs), len(columns), len(columns))
-            for block, gradient in zip(self.curvature.blocks, gradients, strict=True):
-                function = self._covariance_function(block)
-                for panel in gradient.panels():
-                    covariance[panel] += block.inner_products(function, gradient, panel)
+        while start < samples:
+            batch = Batch(_slice_inputs(plain_inputs, samples, start, height), ())
+            tangent = reader.linearize(batch)
+            fitting = _choose_batch(samples, tangent.outputs[0].numel())
+            if fitting < height:  # the number of outputs is known now: begin again
+                height = fitting
+                continue
             means.append(tangent.outputs)
-            covariances.append(covariance)
+            covariances.append(self._output_covariance(tangent))
+            start += height
         return Prediction(
             torch.cat(means), torch.cat(covariances), self.curvature.likelihood, self.noise
         )
+
+    def _output_covariance(self, tangent: BatchTangent) -> Tensor:
+        """Return J (N·G + δ)⁻¹ Jᵀ of every sample of a batch, (n, m, m)."""
+        columns = _identity_covectors(tangent.outputs)
+        gradients = tangent.gradients(columns, self.curvature.forms)
+        covariance = columns.new_zeros(len(tangent.outputs), len(columns), len(columns))
+        for block, gradient in zip(self.curvature.blocks, gradients, strict=True):
+            function = self._covariance_function(block)
+            for panel in gradient.panels():
+                covariance[panel] += block.inner_products(function, gradient, panel)
+        return covariance
 
     def log_marginal_likelihood(self) -> float:
         """Return log p(D) of this prior precision and noise."""
@@ -385,21 +409,34 @@ def _identity_covectors(outputs: Tensor) -> Tensor:
     return columns.expand(size, *outputs.shape)
 
 
-def _split_inputs(inputs: Any, size: int) -> list[Any]:
-    """Return parts of the inputs with at most `size` samples."""
-    leaves, structure = pytree.tree_flatten(inputs)
+def _choose_batch(samples: int, outputs: int) -> int:
+    """Return how many samples are linearized at once; refuse covariances that are too large."""
+    entries = samples * outputs**2
+    if entries > PREDICTION_LIMITS.covariance_entries:
+        raise PullbackError(
+            "The covariances do not fit into memory",
+            f"{samples} samples with {outputs} outputs each have {entries:.1e} entries",
+            "Ask for fewer samples at once, or let forward return fewer outputs",
+        )
+    fitting = PREDICTION_LIMITS.covector_entries // outputs**2
+    return max(1, min(PREDICTION_LIMITS.batch_samples, fitting))
+
+
+def _count_samples(inputs: Any) -> int:
+    """Return the length of the first tensor."""
+    leaves = pytree.tree_leaves(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors or not len(tensors[0]):
         raise PullbackError("There are no inputs", "no tensor has samples", "Give some")
-    samples = len(tensors[0])
-    batches = []
-    for start in range(0, samples, size):
-        cut = [_slice_leaf(leaf, samples, start, size) for leaf in leaves]
-        batches.append(pytree.tree_unflatten(cut, structure))
-    return batches
+    return len(tensors[0])
 
 
-def _slice_leaf(leaf: Any, samples: int, start: int, size: int) -> Any:
-    if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples:
-        return leaf[start : start + size]
-    return leaf
+def _slice_inputs(inputs: Any, samples: int, start: int, size: int) -> Any:
+    """Return the inputs with a slice of every tensor that counts the samples."""
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples:
+            return leaf[start : start + size]
+        return leaf
+
+    return pytree.tree_map(cut, inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class Likelihood(ABC):
             z = z.detach().requires_grad_()
             y = self.sample(z.detach(), generator)
             return torch.autograd.grad(self.nll(z, y).sum(), z)[0]
+
+    def constructor_arguments(self) -> dict[str, Any]:
+        """The arguments with which an equal likelihood is made."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def samples(self, z: Tensor) -> int:
         """Return the number of samples that a mean over z counts."""

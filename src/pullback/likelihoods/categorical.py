@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +138,17 @@ class Categorical(Likelihood):
                 "Set Categorical(dim=...), or use Bernoulli for a single logit",
             )
         return axis
+
+    def constructor_arguments(self) -> dict[str, Any]:
+        """Arguments of an equal likelihood; an axis that a gradient has shown is one of them."""
+        dim = self.dim
+        if dim is None and self._is_axis_checked:
+            dim = self._inferred_dim
+        return {"dim": dim, "ignore_index": self.ignore_index}
+
+    def probabilities(self, z: Tensor) -> Tensor:
+        """Return the class probabilities of logits, in the shape of z."""
+        return torch.softmax(z, self._axis(z))
 
     def factor(self, z: Tensor) -> Factor:
         axis = self._axis(z)

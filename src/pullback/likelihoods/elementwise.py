@@ -39,6 +39,10 @@ class IndependentEntries(Likelihood):
 class Bernoulli(IndependentEntries):
     """Logits z of independent yes/no outcomes: `F.binary_cross_entropy_with_logits`."""
 
+    def probabilities(self, z: Tensor) -> Tensor:
+        """Return the probability of a yes for every logit."""
+        return torch.sigmoid(z)
+
     def factor(self, z: Tensor) -> Factor:
         """S = √(σ(z) σ(−z)), from log-probabilities."""
         return Diagonal((0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))).exp())
