@@ -446,17 +446,164 @@ def test_printed_objects_are_short() -> None:
     assert len(repr(pb.curvature.laplace(curvature))) < 300
 
 
-@pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss])
-def test_losses_of_torch_are_told_their_likelihood(likelihood) -> None:
-    with pytest.raises(PullbackError, match=r"Categorical\(\) for a cross entropy"):
-        fit(make_case("mlp"), likelihood=likelihood)
+def test_a_model_without_values(tmp_path: Path) -> None:
+    curvature = fit(make_case("mlp"))
+    curvature.save(tmp_path / "saved")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(PullbackError, match="device 'meta'"):
+        pb.curvature.fit(model, make_case("mlp").data, likelihood=curvature.likelihood)
+    with pytest.raises(PullbackError, match="device 'meta'"):
+        pb.curvature.load(tmp_path / "saved", model)
+    with pytest.raises(PullbackError, match="changed since"):
+        pb.curvature.load(tmp_path / "saved", nn.Flatten())
 
 
-def test_a_model_in_place_of_what_fit_returned() -> None:
+def test_inference_mode() -> None:
     case = make_case("mlp")
-    with pytest.raises(PullbackError, match="Call fit"):
-        pb.curvature.fit([case.data], case.model, likelihood=case.likelihood)
-    with pytest.raises(PullbackError, match="Pass what fit returned"):
-        pb.curvature.laplace(case.model)
-    with pytest.raises(PullbackError, match="Pass what fit returned"):
-        pb.curvature.influence(case.model, [case.data], [case.data])
+    curvature = fit(case)
+    with torch.inference_mode():
+        inputs = case.inputs.clone()
+        with pytest.raises(PullbackError, match="inference_mode"):
+            fit(case)
+        with pytest.raises(PullbackError, match="inference_mode"):
+            pb.curvature.self_influence(curvature, case.data)
+    scores = pb.curvature.self_influence(curvature, (inputs, case.targets))
+    assert torch.equal(scores, pb.curvature.self_influence(curvature, case.data))
+
+
+def test_the_last_layer_from_an_iterator() -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="read only once"):
+        fit(case, iter([case.data]), structure="kfac", parameters="last layer")
+
+
+def test_an_output_that_no_parameter_moves() -> None:
+    class Constant(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).detach()
+
+    case = make_case("mlp")
+    case.model = Constant(4, 3)
+    with pytest.raises(PullbackError, match="does not depend on the parameters"):
+        fit(case)
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "kfac", "diagonal", "exact"])
+def test_gradients_that_overflow(structure: str) -> None:
+    model = nn.Linear(4, 1, dtype=torch.float32)
+    nn.init.zeros_(model.weight)
+    data = (torch.full((8, 4), 1e25, dtype=torch.float32), torch.ones(8, 1).float())
+    with pytest.raises(PullbackError, match=r"'weight' is not finite.*float64"):
+        pb.curvature.fit(model, data, likelihood=pb.likelihoods.Gaussian(), structure=structure)
+
+
+def test_gradients_that_are_nan_while_outputs_are_finite() -> None:
+    class Rooted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).abs().sqrt()
+
+    model = Rooted(4, 3, bias=False)
+    nn.init.zeros_(model.weight)
+    data = (torch.randn(6, 4), torch.arange(6) % 3)
+    with pytest.raises(PullbackError, match=r"'weight' is not finite.*square root"):
+        pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+
+
+def test_more_columns_than_memory(monkeypatch) -> None:
+    limits = pb.curvature.fitter.FitLimits(column_entries=50)
+    monkeypatch.setattr(pb.curvature.fitter, "FIT_LIMITS", limits)
+    with pytest.raises(PullbackError, match=r"batches of 5 samples, or give draws=1"):
+        fit(make_case("mlp"), structure="exact")
+
+
+def test_covariances_that_are_too_large(monkeypatch) -> None:
+    case = make_case("mlp")
+    posterior = pb.curvature.laplace(fit(case))
+    limits = pb.curvature.posterior.PredictionLimits(covector_entries=45)
+    monkeypatch.setattr(pb.curvature.posterior, "PREDICTION_LIMITS", limits)
+    want = posterior(case.inputs).covariance  # in batches of 5
+    limits = pb.curvature.posterior.PredictionLimits(covariance_entries=12 * 9)
+    monkeypatch.setattr(pb.curvature.posterior, "PREDICTION_LIMITS", limits)
+    assert torch.allclose(posterior(case.inputs).covariance, want, rtol=1e-12)
+    with pytest.raises(PullbackError, match=r"13 samples with 3 outputs.*fewer samples"):
+        posterior(torch.randn(13, 4))
+
+
+def test_the_determinant_of_a_singular_curvature() -> None:
+    case = make_case("mlp")
+    for structure in ("exact", "ekfac"):
+        curvature = fit(case, structure=structure)
+        with pytest.raises(PullbackError, match=r"singular.*damping above zero"):
+            curvature.logdet(0)
+    regular = fit(case, structure="diagonal")
+    assert torch.allclose(regular.logdet(0), regular.eigenvalues().log().sum())
+
+
+class Changing:
+    """A loader with fewer samples on the second reading."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.batch = (inputs, targets)
+
+    def __iter__(self):
+        yield self.batch
+        self.batch = (self.batch[0][:7], self.batch[1][:7])
+
+
+def test_training_data_that_change_between_blocks_of_queries() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    loader = Changing(*case.data)
+    with pytest.raises(PullbackError, match="first 12 samples were read, then 7"):
+        pb.curvature.influence(
+            curvature, case.data, loader, query_bytes=8 * curvature.space.size * 6
+        )
+
+
+def test_tokens_of_sequences_of_two_lengths() -> None:
+    case = make_case("conv1d")
+    curvature = fit(case)
+    longer = (torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(PullbackError, match="Pad the sequences"):
+        pb.curvature.influence_by_token(curvature, case.data, [case.data, longer])
+
+
+def test_exact_influence_with_other_data_of_the_same_length() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    other = (2 * case.inputs, case.targets)
+    with pytest.raises(PullbackError, match="not the data of the fit"):
+        pb.curvature.exact_influence(curvature, case.data, case.data, data=other, damping=0.1)
+
+
+@pytest.mark.parametrize("change", [lambda y: y + 9, lambda y: y[:-1], lambda y: y.double()])
+def test_targets_that_a_prediction_does_not_have(change) -> None:
+    case = make_case("mlp")
+    prediction = pb.curvature.laplace(fit(case))(case.inputs)
+    with pytest.raises(PullbackError, match="targets do not fit"):
+        prediction.log_likelihood(change(case.targets))
+
+
+def test_checkpoints_that_do_not_fit(tmp_path: Path, monkeypatch) -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="there is no folder"):
+        fit(case, checkpoint=tmp_path / "nowhere" / "state")
+    (tmp_path / "junk.factors").write_bytes(b"junk")
+    with pytest.raises(PullbackError, match="cannot be read"):
+        fit(case, checkpoint=tmp_path / "junk")
+    monkeypatch.setattr(pb.curvature.fitter.Checkpoint, "remove", lambda self: None)
+    fit(case, checkpoint=tmp_path / "whole")
+    with pytest.raises(PullbackError, match="of another fit"):
+        fit(case, checkpoint=tmp_path / "whole", parameters=["2.weight", "2.bias"])
+
+
+def test_a_checkpoint_of_a_longer_loader(tmp_path: Path, monkeypatch) -> None:
+    limits = pb.curvature.checkpoint.CheckpointLimits(seconds=0.0)
+    monkeypatch.setattr(pb.curvature.checkpoint, "CHECKPOINT_LIMITS", limits)
+    case = make_case("mlp")
+    broken = (case.inputs * torch.nan, case.targets)
+    with pytest.raises(PullbackError, match="not finite"):
+        fit(case, [case.data, case.data, broken], checkpoint=tmp_path / "state")
+    with pytest.raises(PullbackError, match="has 2 batches, and the loader yielded 1"):
+        fit(case, [case.data], checkpoint=tmp_path / "state")

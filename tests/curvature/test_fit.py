@@ -159,6 +159,16 @@ def test_draws_are_an_estimate_of_the_same_gram() -> None:
     assert distance(dense(curvature), Oracle(case).gram) < 0.05
 
 
+def test_exact_is_exact_with_many_outputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 20)
+    case = Case(model, torch.randn(6, 2), torch.arange(6), pb.likelihoods.Categorical())
+    curvature = fit(case, "exact")
+    assert curvature.table.metric == "exact, 20 columns per sample"
+    assert distance(dense(curvature), Oracle(case).gram) < 1e-12
+    assert "Monte Carlo, 1 draws" in fit(case, "ekfac").table.metric
+
+
 def test_ignored_positions_do_not_count() -> None:
     case = make_case("tied")
     case.targets[:, -1] = -100

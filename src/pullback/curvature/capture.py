@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.errors import PullbackError
 from ..grams.kronecker import Pair
 from ..maps import Call, ModuleMap
 from ..maps.layers import AffineBlock, Block
@@ -255,6 +256,12 @@ class BatchTangent:
     ) -> None:
         module_map = ModuleMap(model, make_call(inputs), output=output, plans=plans)
         self._linear = module_map.linearize(parameters)
+        if not self._linear.graph.requires_grad:
+            raise PullbackError(
+                "The output does not depend on the parameters",
+                "its graph has none of them",
+                "Check output=, and detach() and torch.no_grad() in forward",
+            )
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         #: z, (N, *event)
         self.outputs = self._linear.value

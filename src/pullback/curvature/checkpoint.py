@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .._core.errors import PullbackError
+from .._core.processes import Processes
 from .fitted import DataTotals
 from .passes import DataPass
 
@@ -45,28 +47,53 @@ class Checkpoint:
     Args:
         path: beginning of the files' names, None for no checkpoints.
         key: what the sums depend on; a file of another key is refused.
+        processes: each has files of its own, and all go on from the same pass.
     """
 
-    def __init__(self, path: Path | None, key: str) -> None:
-        self._path = path
+    def __init__(self, path: str | Path | None, key: str, processes: Processes) -> None:
+        with processes.raise_together("write its checkpoint"):
+            self._path = _name_files(path, processes)
         self._key = key
+        self._processes = processes
         self._written = time.monotonic()
         self._files: list[Path] = []
 
     def restore(self, data_pass: DataPass) -> PassState:
-        """Put a pass back to where its file says, and return how far that is."""
+        """Put a pass back to where its file says, and return how far that is.
+
+        The sums of a complete pass are those of all processes. Where another process was stopped
+        before it wrote them too, this one starts the pass again.
+        """
+        with self._processes.raise_together("read its checkpoint"):
+            saved = self._read(data_pass)
+        is_complete = saved is not None and bool(saved["is_complete"])
+        are_all_complete = bool(self._processes.all_agree(is_complete))
+        if saved is None or (is_complete and not are_all_complete):
+            return PassState()
+        data_pass.restore(saved["sums"])
+        return PassState(saved["batches"], DataTotals(**saved["totals"]), is_complete)
+
+    def _read(self, data_pass: DataPass) -> dict[str, Any] | None:
+        """Return what was written for a pass, None where there is no file."""
         path = self._register_file(data_pass)
         if path is None or not path.exists():
-            return PassState()
-        saved = torch.load(path, weights_only=True)
+            return None
+        try:
+            saved = torch.load(path, weights_only=True)
+        except Exception as error:  # torch raises many types for a file that is cut off
+            raise PullbackError(
+                "The checkpoint cannot be read",
+                f"{path} is not a file of a fit, or not whole",
+                "Delete the file, or give checkpoint= another name",
+            ) from error
         if saved["key"] != self._key:
             raise PullbackError(
                 "The checkpoint is of another fit",
-                f"{path} was written for another model, structure or seed",
+                f"{path} was written for another model, structure, seed, choice of parameters or "
+                "number of processes",
                 "Delete the file, or give checkpoint= another name",
             )
-        data_pass.restore(saved["sums"])
-        return PassState(saved["batches"], DataTotals(**saved["totals"]), saved["is_complete"])
+        return saved
 
     def write(self, data_pass: DataPass, state: PassState) -> None:
         """Write the state if the pass is complete or the last time is long ago."""
@@ -97,3 +124,29 @@ class Checkpoint:
         path = self._path.with_name(f"{self._path.name}.{data_pass.title}")
         self._files.append(path)
         return path
+
+
+def _name_files(path: str | Path | None, processes: Processes) -> Path | None:
+    """Return the beginning of the names of this process's files."""
+    if path is None:
+        return None
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise PullbackError(
+            "The checkpoint cannot be written",
+            f"there is no folder {path.parent}",
+            "Make the folder first",
+        )
+    if processes.is_single:
+        return path
+    return path.with_name(f"{path.name}.{processes.rank}")
+
+
+def refuse_fewer_batches(read: int, done: int) -> None:
+    """Raise if the loader had fewer batches than the checkpoint says were added."""
+    if read < done:
+        raise PullbackError(
+            "The checkpoint is of other data",
+            f"it has {done} batches, and the loader yielded {read}",
+            "Give the loader of the interrupted fit, or delete the checkpoint's files",
+        )

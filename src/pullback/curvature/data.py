@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from .._core.errors import PullbackError, reraise_fatal
 from ..likelihoods import MSE, Gaussian, Likelihood, Poisson
 
-_PAIR = "Yield (inputs, targets): a tensor, a tuple of arguments or a mapping, and the targets"
+_PAIR = (
+    "Yield (inputs, targets): a tensor, a tuple of arguments or a mapping, and the targets. From a "
+    'batch that is a mapping with labels, make (batch, batch.pop("labels"))'
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,16 @@ def refuse_shuffled(data: Any, reason: str) -> None:
             )
 
 
+def refuse_iterator(data: Any, reason: str) -> None:
+    """Raise if the data can be read once only."""
+    if isinstance(data, Iterator):
+        raise PullbackError(
+            "The loader can be read only once",
+            f"{type(data).__name__} is an iterator; {reason}",
+            "Give a DataLoader, a list of batches or a pair of tensors",
+        )
+
+
 def is_pair(data: Any) -> bool:
     """Return True for one (inputs, targets) pair, False for a loader."""
     return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)
@@ -115,6 +128,8 @@ def _move_batch(batch: Batch, device: torch.device) -> Batch:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.is_inference():
+            leaf = leaf.clone()  # autograd may not keep tensors of torch.inference_mode()
         return leaf.to(device, non_blocking=True)
 
     return Batch(pytree.tree_map(move, batch.inputs), pytree.tree_map(move, batch.targets))
@@ -173,7 +188,7 @@ def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tens
             "The targets do not fit the model's outputs",
             f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and "
             f"{_describe_item(targets)} failed: {error}",
-            "Check the order of (inputs, targets), the classes and the shapes of the loader",
+            "Check the order of (inputs, targets), the classes, dtypes and shapes of the loader",
         ) from error
     if losses.ndim == 0 or len(losses) != len(outputs):
         raise PullbackError(

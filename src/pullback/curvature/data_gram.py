@@ -25,6 +25,9 @@ from .queries import QueryBlock, hold_queries
 from .reader import GradientReader
 from .scores import Scorer, ScoringOptions, assemble_tiles, resolve_damping
 
+#: relative difference of the losses of one data set in batches of other sizes, in half precision
+SAME_LOSS = 1e-2
+
 
 class DataGram(Gram):
     """G as products alone: the mean of Jᵀ M J over data that are read for every product.
@@ -49,11 +52,13 @@ class DataGram(Gram):
         likelihood = self._curvature.likelihood
         total = self._curvature.space.zeros(self.size)
         samples = 0
+        loss = 0.0
         for batch in self._reader.batches(self._data):
             tangent = self._reader.linearize(batch)
             outputs = tangent.outputs
             targets = align_targets(outputs, batch.targets)
             loss_gradient = measure_gradient(self._reader.loss, outputs, targets)[0]
+            loss += float(self._reader.loss(outputs, targets).sum())
             mask = likelihood.counted(outputs, loss_gradient)
             move = tangent.directional_derivative(v)
             if mask is not None:
@@ -63,21 +68,24 @@ class DataGram(Gram):
                 covector = covector * mask
             total += tangent.summed_gradient(covector)
             samples += len(outputs)
-        self._refuse_other_data(samples)
+        self._refuse_other_data(samples, loss)
         return total / samples
 
     def trace(self) -> Tensor:
         """Return the trace of the fitted curvature: EK-FAC keeps that of G."""
         return self._curvature.eigenvalues().double().sum()
 
-    def _refuse_other_data(self, samples: int) -> None:
-        if samples != self._curvature.samples:
-            raise PullbackError(
-                "These are not the data of the fit",
-                f"{samples} samples were read, and the curvature is of "
-                f"{self._curvature.samples:.0f}",
-                "Give data= what was given to fit, as something that can be read again",
-            )
+    def _refuse_other_data(self, samples: int, loss: float) -> None:
+        fitted = self._curvature.totals
+        gap = abs(loss - fitted.loss)
+        if samples == fitted.samples and gap <= SAME_LOSS * abs(fitted.loss):
+            return
+        raise PullbackError(
+            "These are not the data of the fit",
+            f"{samples} samples with a loss of {loss:.6g} were read, and the curvature is of "
+            f"{fitted.samples:.0f} with a loss of {fitted.loss:.6g}",
+            "Give data= what was given to fit, as something that can be read again",
+        )
 
 
 @dataclass(frozen=True)

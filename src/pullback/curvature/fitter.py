@@ -19,16 +19,24 @@ from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..likelihoods import Likelihood
 from .capture import BatchTangent, CoverageRow, make_call
-from .checkpoint import Checkpoint, PassState
+from .checkpoint import Checkpoint, PassState, refuse_fewer_batches
 from .checks import (
     Fingerprint,
     find_last_layer,
+    refuse_inference_mode,
     refuse_nonfinite,
     refuse_other_outputs,
     refuse_random_layers,
     select_parameters,
 )
-from .data import Batch, explain_memory, iterate_batches, refuse_shuffled, sample_losses
+from .data import (
+    Batch,
+    explain_memory,
+    iterate_batches,
+    refuse_iterator,
+    refuse_shuffled,
+    sample_losses,
+)
 from .fitted import Curvature, CurvatureStructure, DataTotals, Table, TableRow
 from .forms import BlockForm
 from .passes import DataPass, EigenvaluePass, FactorPass, RowsPass
@@ -47,6 +55,8 @@ class FitLimits:
     exact_outputs: int = 16
     #: samples of a batch where the data are one pair of tensors
     batch_samples: int = 256
+    #: entries of all columns of a batch, 1 GiB in float32; layers hold several times as much
+    column_entries: int = 2**28
 
 
 FIT_LIMITS = FitLimits()
@@ -61,15 +71,19 @@ class FisherColumns:
         draws: how many outcomes are drawn per sample; None for all columns of the metric's root
             where there are few outputs, and one draw elsewhere.
         seed: of the draws. Batch k of a process always gets the same ones.
+        exact_outputs: outputs per sample that are few; None where any number is.
     """
 
     likelihood: Likelihood
     draws: int | None
     seed: int
+    exact_outputs: int | None
 
     def is_exact(self, outputs: Tensor) -> bool:
         """Return True if all columns of the root are pulled back."""
-        return self.draws is None and outputs[0].numel() <= FIT_LIMITS.exact_outputs
+        if self.draws is not None:
+            return False
+        return self.exact_outputs is None or outputs[0].numel() <= self.exact_outputs
 
     def describe(self, outputs: Tensor) -> str:
         """Return how the metric is formed, in words."""
@@ -80,6 +94,7 @@ class FisherColumns:
     def covectors(self, outputs: Tensor, loss_gradient: Tensor, seed: int) -> Tensor:
         """Return u of shape (R, N, *event); entries that the loss ignores are zero."""
         if self.is_exact(outputs):
+            _refuse_many_columns(outputs)
             columns = self.likelihood.factor(outputs).covectors(outputs)
         else:
             columns = self._draw(outputs, seed)
@@ -91,6 +106,22 @@ class FisherColumns:
         generator = torch.Generator(outputs.device).manual_seed(seed)
         scores = [self.likelihood.score(outputs, generator) for _ in range(count)]
         return torch.stack(scores) / count**0.5
+
+
+def _refuse_many_columns(outputs: Tensor) -> None:
+    """Raise if the columns of a batch, one per output of a sample, do not fit into memory."""
+    columns = outputs[0].numel()
+    if columns * outputs.numel() <= FIT_LIMITS.column_entries:
+        return
+    remedy = "Give draws=1 for an estimate from drawn outcomes"
+    fitting = FIT_LIMITS.column_entries // columns**2
+    if fitting:
+        remedy = f"Use batches of {fitting} samples, or give draws=1 for an estimate"
+    raise PullbackError(
+        "The exact metric does not fit into memory",
+        f"{len(outputs)} samples have {columns} outputs each, and one column per output",
+        remedy,
+    )
 
 
 class Fitter:
@@ -165,7 +196,9 @@ def run_pass(
     if state.is_complete:
         return state.totals
     with fitter.processes.raise_together("fit its share of the curvature"):
+        read = 0
         for number, batch in enumerate(batches()):
+            read = number + 1
             if number < state.batches:
                 continue
             with explain_memory(batch):
@@ -173,6 +206,7 @@ def run_pass(
             state = PassState(number + 1, totals)
             line.update(state.batches, int(totals.samples))
             checkpoint.write(data_pass, state)
+        refuse_fewer_batches(read, state.batches)
         _refuse_no_data(state, data_pass)
     line.close(state.batches, int(state.totals.samples))
     data_pass.reduce(fitter.processes)
@@ -222,8 +256,8 @@ def fit(
         output: which tensor of a structured output is z: a key, an index or a function.
         group: the processes that share the data.
         parameters: names, or "last layer"; by default all that require gradients.
-        draws: outcomes drawn per sample. By default all columns of the metric's root where a
-            sample has at most 16 outputs, and one draw elsewhere.
+        draws: outcomes drawn per sample. By default all columns of the metric's root with "exact",
+            and where a sample has at most 16 outputs; elsewhere one draw.
         seed: of the draws.
         checkpoint: a file from which an interrupted fit goes on. The loader must yield the same
             batches in the same order.
@@ -243,20 +277,24 @@ def fit(
     processes = find_processes(model, group, "curvature.fit")
     network = unwrap_model(model)
     refuse_random_layers(network)
+    refuse_inference_mode()
+    fingerprint = Fingerprint.of(network)
     selected = select_parameters(network, None)
     device = next(iter(selected.values())).device
 
     def batches() -> Iterator[Batch]:
         return iterate_batches(loader, device, FIT_LIMITS.batch_samples)
 
+    if parameters == LAST_LAYER:
+        refuse_iterator(loader, "a batch of it would be spent on finding the last layer")
     names = _resolve_names(network, parameters, batches)
-    columns = FisherColumns(likelihood, draws, seed)
+    exact_outputs = FIT_LIMITS.exact_outputs
+    if chosen_structure is CurvatureStructure.EXACT:
+        exact_outputs = None
+    columns = FisherColumns(likelihood, draws, seed, exact_outputs)
     fitter = Fitter(network, select_parameters(network, names), columns, output, processes)
-    fingerprint = Fingerprint.of(network)
-    saved = Checkpoint(
-        _name_checkpoint(checkpoint, processes),
-        f"{chosen_structure.value} {columns} {fingerprint.sums}",
-    )
+    key = f"{chosen_structure.value} {columns} {fitter.space.names} {fingerprint.sums}"
+    saved = Checkpoint(checkpoint, f"{key} {processes.size}", processes)
 
     def run(data_pass: DataPass, forms: Sequence[BlockForm] | None) -> DataTotals:
         total = len(loader) if isinstance(loader, Sized) and not isinstance(loader, tuple) else None
@@ -312,15 +350,6 @@ def _resolve_names(
     return list(parameters)
 
 
-def _name_checkpoint(checkpoint: str | Path | None, processes: Processes) -> Path | None:
-    if checkpoint is None:
-        return None
-    path = Path(checkpoint)
-    if processes.is_single:
-        return path
-    return path.with_name(f"{path.name}.{processes.rank}")
-
-
 def _run_structure(
     structure: CurvatureStructure,
     fitter: Fitter,
@@ -357,6 +386,8 @@ def _make_table(fitter: Fitter, blocks: Sequence[SpectralBlock]) -> Table:
     descriptions: dict[str, str] = {}
     for block in blocks:
         descriptions.update(dict.fromkeys(block.form.names, block.describe()))
+        if not bool(block.eigenvalues().any()):
+            reasons.update(dict.fromkeys(block.form.names, "the outputs do not depend on it"))
     rows = []
     for name, shape in zip(fitter.space.names, fitter.space.shapes, strict=True):
         reason = reasons.get(name, "known layer")

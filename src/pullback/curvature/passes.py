@@ -70,8 +70,12 @@ class FactorPass(DataPass):
 
     def blocks(self, samples: float) -> list[KroneckerBlock]:
         """Return R ⊗ C of every block for the mean over this many samples, diagonalized."""
-        pairs = {form: sums.pair(samples) for form, sums in self.sums.items()}
-        return [KroneckerBlock.of_pair(form, pair) for form, pair in pairs.items()]
+        blocks = []
+        for form, sums in self.sums.items():
+            _refuse_overflow(form, sums.output_factor)
+            _refuse_overflow(form, sums.input_factor)
+            blocks.append(KroneckerBlock.of_pair(form, sums.pair(samples)))
+        return blocks
 
 
 class EigenvaluePass(DataPass):
@@ -114,6 +118,7 @@ class EigenvaluePass(DataPass):
         """Return the blocks with these eigenvalues, for the mean over this many samples."""
         blocks = []
         for form, squares in self.sums.items():
+            _refuse_overflow(form, squares)
             basis = self._basis(form)
             rotated = EigenBlock(basis.output_basis, basis.input_basis, squares / samples)
             blocks.append(KroneckerBlock(form, rotated))
@@ -199,6 +204,8 @@ class RowsPass(DataPass):
 
     def blocks(self, samples: float) -> list[SpectralBlock]:
         """Return G of the mean over this many samples, in its eigenbasis."""
+        for matrix in self._matrices:
+            _refuse_overflow(self.form, matrix)
         if self._is_dense:
             # in float64: in float32 many equal eigenvalues may keep the decomposition from ending
             values, vectors = torch.linalg.eigh(self._matrices[0].double() / samples)
@@ -210,6 +217,17 @@ class RowsPass(DataPass):
         decomposition = svd(rows)
         eye = torch.eye(len(decomposition.sigma), dtype=rows.dtype, device=rows.device)
         return [LowRankBlock(self.form, decomposition.combine(eye), decomposition.sigma.square())]
+
+
+def _refuse_overflow(form: BlockForm, sums: Tensor) -> None:
+    """Raise if gradients were not finite, or their squares are too large for the precision."""
+    if not bool(torch.isfinite(sums).all()):
+        raise PullbackError(
+            f"The curvature of {form.names[0]!r} is not finite",
+            f"gradients are infinite or NaN, or their squares too large for {sums.dtype}",
+            "Look for a square root or a norm of zero in forward, scale the inputs, or convert the "
+            "model to float64",
+        )
 
 
 def encode_sums(sums: Mapping[BlockForm, object]) -> list[tuple[str, object]]:

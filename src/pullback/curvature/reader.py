@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .capture import BatchTangent, GradientBlock
-from .checks import refuse_nonfinite, refuse_other_outputs
+from .checks import refuse_inference_mode, refuse_nonfinite, refuse_other_outputs
 from .data import Batch, align_targets, iterate_batches, refuse_shuffled, sample_losses
 from .fitted import Curvature
 from .measures import Measure, measure_gradient
@@ -31,6 +31,7 @@ class GradientReader:
     """Per-sample gradients of a curvature's model, in the blocks of the curvature."""
 
     def __init__(self, curvature: Curvature) -> None:
+        refuse_inference_mode()
         curvature.check_model()
         self._curvature = curvature
         self._parameters = curvature.parameters

@@ -123,6 +123,7 @@ class Scorer:
         self, blocks: Iterable[QueryBlock], training: Any, *, is_summed: bool
     ) -> Iterator[ScoreTile]:
         """Yield the scores of preconditioned queries; the training data are read for each block."""
+        samples_of_first_block = None
         for block in blocks:
             first_sample = 0
             batches = 0
@@ -136,6 +137,13 @@ class Scorer:
                 batches += 1
                 line.update(batches, first_sample)
             refuse_no_samples("training samples", first_sample)
+            if samples_of_first_block not in (None, first_sample):
+                raise PullbackError(
+                    "The training data changed between two blocks of queries",
+                    f"first {samples_of_first_block} samples were read, then {first_sample}",
+                    "Give a loader that yields the same samples every time it is read",
+                )
+            samples_of_first_block = first_sample
             line.close(batches, first_sample)
 
     def _query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
@@ -271,6 +279,9 @@ def influence_by_token(
 
     Returns:
         (queries, training samples, *positions).
+
+    Raises:
+        PullbackError: if batches of training samples have different positions, or as `influence`.
     """
     reader = GradientReader(curvature)
     chosen = resolve_damping(damping)
@@ -288,6 +299,13 @@ def influence_by_token(
             scores.append(jvp(position_losses, (tangent.outputs,), (move,))[1])
         batches.append(torch.stack(scores))
     refuse_no_samples("training samples", len(batches))
+    lengths = {tuple(scores.shape[2:]) for scores in batches}
+    if len(lengths) > 1:
+        raise PullbackError(
+            "Scores of tokens do not fit into one tensor",
+            f"batches have positions {sorted(lengths)}",
+            "Pad the sequences to one length with targets of ignore_index, or score batch by batch",
+        )
     return torch.cat(batches, 1)
 
 
