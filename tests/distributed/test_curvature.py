@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +67,26 @@ def exact(rank: int, size: int) -> None:
 @CHECKS.add
 def diagonal(rank: int, size: int) -> None:
     compare(rank, size, "diagonal")
+
+
+@CHECKS.add
+def a_checkpoint_that_one_process_lost(rank: int, size: int) -> None:
+    """The sums of a complete pass are those of all: without one of them the pass starts again."""
+    net = model()
+    x, y = data(17)
+    share = (x[rank::size], y[rank::size])
+    options = {"likelihood": pb.likelihoods.Categorical(), "group": dist.group.WORLD}
+    want = pb.curvature.fit(net, share, **options)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        with mock.patch("pullback.curvature.fitter.Checkpoint.remove"):
+            pb.curvature.fit(net, share, checkpoint=path, **options)
+        if rank == 1:
+            (Path(folder) / "state.1.factors").unlink()
+        fitted = pb.curvature.fit(net, share, checkpoint=path, **options)
+        assert fitted.totals == want.totals
+        assert torch.allclose(fitted.eigenvalues(), want.eigenvalues(), rtol=1e-12)
+        assert not list(Path(folder).iterdir())
 
 
 @CHECKS.add
