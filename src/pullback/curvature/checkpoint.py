@@ -142,11 +142,11 @@ def _name_files(path: str | Path | None, processes: Processes) -> Path | None:
     return path.with_name(f"{path.name}.{processes.rank}")
 
 
-def refuse_fewer_batches(read: int, done: int) -> None:
+def refuse_fewer_batches(read: int, restored: int) -> None:
     """Raise if the loader had fewer batches than the checkpoint says were added."""
-    if read < done:
+    if read < restored:
         raise PullbackError(
             "The checkpoint is of other data",
-            f"it has {done} batches, and the loader yielded {read}",
+            f"it has {restored} batches, and the loader yielded {read}",
             "Give the loader of the interrupted fit, or delete the checkpoint's files",
         )

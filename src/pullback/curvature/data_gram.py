@@ -25,8 +25,17 @@ from .queries import QueryBlock, hold_queries
 from .reader import GradientReader
 from .scores import Scorer, ScoringOptions, assemble_tiles, resolve_damping
 
-#: relative difference of the losses of one data set in batches of other sizes, in half precision
-SAME_LOSS = 1e-2
+
+@dataclass(frozen=True)
+class DataTolerance:
+    """How much readings of the same data may differ."""
+
+    #: relative difference of the losses: batches of other sizes leave 1e-3 in half precision, and
+    #: other data usually more than this
+    loss: float = 1e-2
+
+
+DATA_TOLERANCE = DataTolerance()
 
 
 class DataGram(Gram):
@@ -78,7 +87,7 @@ class DataGram(Gram):
     def _refuse_other_data(self, samples: int, loss: float) -> None:
         fitted = self._curvature.totals
         gap = abs(loss - fitted.loss)
-        if samples == fitted.samples and gap <= SAME_LOSS * abs(fitted.loss):
+        if samples == fitted.samples and gap <= DATA_TOLERANCE.loss * abs(fitted.loss):
             return
         raise PullbackError(
             "These are not the data of the fit",

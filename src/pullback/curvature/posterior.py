@@ -350,21 +350,8 @@ def laplace(
     curvature.check_model()
     chosen_precision = _read_precision(prior_precision)
     fitted_noise = _read_noise(curvature.likelihood)
-    if noise is not None:
-        require_number("The noise", noise, positive=True)
-        if fitted_noise is None:
-            raise PullbackError(
-                f"{type(curvature.likelihood).__name__} has no noise",
-                f"got noise={noise!r}",
-                "Leave noise= out, or use the likelihood Gaussian",
-            )
+    _check_noise(curvature, noise, fitted_noise)
     evidence = _make_evidence(curvature, fitted_noise)
-    if fitted_noise is not None and noise is None and not curvature.totals.loss:
-        raise PullbackError(
-            "The noise cannot be estimated",
-            "the model meets all targets without error",
-            "Give laplace(..., noise=...) a variance, or fit on other data",
-        )
     fixed_noise = noise
     if fitted_noise is None:
         fixed_noise = 1.0
@@ -375,6 +362,24 @@ def laplace(
     if fitted_noise is not None:
         posterior_noise = best_noise
     return Posterior(curvature, precision, posterior_noise, evidence)
+
+
+def _check_noise(curvature: Curvature, noise: float | None, fitted_noise: float | None) -> None:
+    """Raise if the user's noise cannot be used, or cannot be estimated where none is given."""
+    if noise is not None:
+        require_number("The noise", noise, positive=True)
+        if fitted_noise is None:
+            raise PullbackError(
+                f"{type(curvature.likelihood).__name__} has no noise",
+                f"got noise={noise!r}",
+                "Leave noise= out, or use the likelihood Gaussian",
+            )
+    elif fitted_noise is not None and not curvature.totals.loss:
+        raise PullbackError(
+            "The noise cannot be estimated",
+            "the model meets all targets without error",
+            "Give laplace(..., noise=...) a variance, or fit on other data",
+        )
 
 
 def _read_noise(likelihood: Likelihood) -> float | None:
