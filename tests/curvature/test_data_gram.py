@@ -108,6 +108,14 @@ def test_a_query_that_needs_more_iterations_says_so() -> None:
     assert float(influence.residuals.max()) > 1e-12
 
 
+def test_a_layer_without_directional_derivatives() -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 4, mode="max"), torch.nn.Linear(4, 3))
+    data = (torch.randint(0, 5, (6, 2)), torch.arange(6) % 3)
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+    with pytest.raises(PullbackError, match=r"J v cannot be computed.*Use influence\(\)"):
+        pb.curvature.exact_influence(curvature, data, data)
+
+
 def test_other_data_are_refused() -> None:
     case = make_case("mlp")
     curvature = pb.curvature.fit(case.model, case.data, likelihood=case.likelihood)

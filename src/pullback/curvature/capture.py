@@ -309,7 +309,11 @@ class BatchTangent:
 
     def directional_derivative(self, direction: Tensor) -> Tensor:
         """Return J v for a flat v (p,): (N, *event)."""
-        return self._linear.jvp(direction)
+        try:
+            return self._linear.jvp(direction)
+        except PullbackError as error:
+            remedy = 'Use influence(), with fit(structure="exact") where all of G is wanted'
+            raise PullbackError(error.what, error.why, remedy) from error
 
     def summed_gradient(self, covector: Tensor) -> Tensor:
         """Return Jᵀu for u (N, *event), added up over the samples: (p,)."""

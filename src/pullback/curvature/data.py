@@ -187,7 +187,7 @@ def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tens
         raise PullbackError(
             "The targets do not fit the model's outputs",
             f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and "
-            f"{_describe_item(targets)} failed: {error}",
+            f"{_describe_item(targets)} failed: {str(error).rstrip('.')}",
             "Check the order of (inputs, targets), the classes, dtypes and shapes of the loader",
         ) from error
     if losses.ndim == 0 or len(losses) != len(outputs):
