@@ -218,6 +218,20 @@ def test_an_interrupted_fit_goes_on(structure: str, tmp_path: Path, monkeypatch)
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("structure", ["kfac", "exact"])
+def test_a_fit_that_was_stopped_after_its_last_pass(
+    structure: str, tmp_path: Path, monkeypatch
+) -> None:
+    case = make_case("lstm")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpoint, "remove", lambda self: None)
+        want = fit(case, structure, checkpoint=tmp_path / "state")
+    resumed = fit(case, structure, checkpoint=tmp_path / "state")
+    assert str(resumed.table) == str(want.table)
+    assert torch.equal(dense(resumed), dense(want))
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_table_names_every_parameter() -> None:
     case = make_case("lstm")
     curvature = fit(case, "ekfac")

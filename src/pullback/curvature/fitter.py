@@ -178,9 +178,21 @@ class Fitter:
         seed = self.columns.seed + 7919 * number + 104729 * self.processes.rank
         covectors = self.columns.covectors(outputs, gradient, seed)
         data_pass.add(tangent.gradients(covectors, forms))
-        self.coverage = tangent.coverage
-        self.metric = self.columns.describe(outputs)
+        self._describe(tangent)
         return totals.plus(len(outputs), float(loss.detach()), outputs.numel())
+
+    def _describe(self, tangent: BatchTangent) -> None:
+        """Note what the table of the curvature says."""
+        self.coverage = tangent.coverage
+        self.metric = self.columns.describe(tangent.outputs)
+
+    def describe_first_batch(self, batches: Iterator[Batch]) -> None:
+        """Note what the table says where every pass was complete in a checkpoint."""
+        for batch in batches:
+            tangent = self.linearize(batch)
+            tangent.gradients(torch.ones_like(tangent.outputs)[None])
+            self._describe(tangent)
+            return
 
 
 def run_pass(
@@ -302,6 +314,8 @@ def fit(
         return run_pass(fitter, data_pass, batches, forms, saved, line)
 
     blocks, totals = _run_structure(chosen_structure, fitter, run)
+    if not fitter.metric:
+        fitter.describe_first_batch(batches())
     saved.remove()
     return Curvature(
         model=network,
