@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback._core.errors import PullbackError
 from pullback.curvature import checkpoint, passes
-from pullback.curvature.fitted import Curvature
+from pullback.curvature.curvature import Curvature
 
 from .models import CASES, KINDS, Case, Oracle, make_case
 

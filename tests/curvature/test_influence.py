@@ -238,7 +238,7 @@ def test_grams_of_positions_score_as_matrices_do() -> None:
     gradient = reader.gradients(Batch(*data), None)[0]
     gradients = gradient.matrices(slice(0, 9))[:, 0]
     matrices = curvature.blocks[0].apply(lambda s: 1 / (s + 0.1), gradients)
-    stored_queries = queries.hold_queries(matrices, torch.float64, 0.2)
+    stored_queries = queries.store_queries(matrices, torch.float64, 0.2)
     assert isinstance(stored_queries, queries.LowRankQueries)
     factors = gradient.position_factors(slice(0, 9))
     assert factors is not None

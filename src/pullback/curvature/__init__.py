@@ -5,8 +5,8 @@ prediction, `laplace` how certain it is.
 """
 
 from ..solvers import Relative
+from .curvature import Curvature, CurvatureStructure, load
 from .data_gram import ExactInfluence, exact_influence
-from .fitted import Curvature, CurvatureStructure, load
 from .fitter import fit
 from .measures import margin
 from .posterior import Posterior, Prediction, laplace

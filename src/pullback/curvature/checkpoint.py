@@ -11,7 +11,7 @@ import torch
 
 from .._core.errors import PullbackError
 from .._core.processes import Processes
-from .fitted import DataTotals
+from .curvature import DataTotals
 from .passes import DataPass
 
 

@@ -17,11 +17,11 @@ from .._core.checks import require_number
 from .._core.errors import PullbackError, Status
 from ..grams import Gram, Structure
 from ..solvers import ConjugateGradient
+from .curvature import Curvature, Damping
 from .data import align_targets, refuse_no_samples
-from .fitted import Curvature, Damping
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
-from .queries import QueryBlock, hold_queries
+from .queries import QueryBlock, store_queries
 from .reader import GradientReader
 from .scores import Scorer, ScoringOptions, assemble_tiles, resolve_damping
 
@@ -213,5 +213,5 @@ class _QuerySolver:
         pieces = {name: piece.flatten(1) for name, piece in by_name.items()}
         query_blocks = []
         for form in self._curvature.forms:
-            query_blocks.append(hold_queries(form.gather(pieces), directions.dtype, None))
+            query_blocks.append(store_queries(form.gather(pieces), directions.dtype, None))
         return QueryBlock(first_query, query_blocks)

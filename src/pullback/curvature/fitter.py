@@ -29,6 +29,7 @@ from .checks import (
     refuse_random_layers,
     select_parameters,
 )
+from .curvature import Curvature, CurvatureStructure, DataTotals, Table, TableRow
 from .data import (
     Batch,
     explain_memory,
@@ -37,7 +38,6 @@ from .data import (
     refuse_shuffled,
     sample_losses,
 )
-from .fitted import Curvature, CurvatureStructure, DataTotals, Table, TableRow
 from .forms import BlockForm
 from .passes import DataPass, EigenvaluePass, FactorPass, RowsPass
 from .progress import ProgressLine

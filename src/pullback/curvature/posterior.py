@@ -25,8 +25,8 @@ from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown, require
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
 from .capture import BatchTangent
+from .curvature import Curvature, CurvatureStructure
 from .data import Batch, match_targets, sample_losses, to_plain_inputs
-from .fitted import Curvature, CurvatureStructure
 from .reader import GradientReader
 from .spectra import SpectralBlock, SpectralFunction
 

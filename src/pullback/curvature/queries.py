@@ -1,4 +1,4 @@
-r"""Preconditioned gradients P = (G + λ)⁻¹∇f of queries, as they are held for scoring.
+r"""Preconditioned gradients P = (G + λ)⁻¹∇f of queries, as they are stored for scoring.
 
 One query takes as many numbers as the model has parameters. Compressed, its matrix of a block is
 P ≈ Σ_r l_r r_rᵀ with as many terms as an error that the user states allows. Scores with a training
@@ -19,7 +19,7 @@ from torch import Tensor
 from .capture import LIMITS, GradientBlock, PositionFactors
 
 
-class HeldQueries(ABC):
+class StoredQueries(ABC):
     """P of some queries, for one block of the curvature."""
 
     @property
@@ -38,7 +38,7 @@ class HeldQueries(ABC):
 
 
 @dataclass(frozen=True)
-class DenseQueries(HeldQueries):
+class DenseQueries(StoredQueries):
     """P as it is, (queries, size)."""
 
     gradients: Tensor
@@ -57,7 +57,7 @@ class DenseQueries(HeldQueries):
 
 
 @dataclass(frozen=True)
-class LowRankQueries(HeldQueries):
+class LowRankQueries(StoredQueries):
     """P ≈ Σ_r left_r right_rᵀ.
 
     Attributes:
@@ -108,7 +108,7 @@ class LowRankQueries(HeldQueries):
         return torch.cat(scores)
 
 
-def hold_queries(matrices: Tensor, dtype: torch.dtype, error: float | None) -> HeldQueries:
+def store_queries(matrices: Tensor, dtype: torch.dtype, error: float | None) -> StoredQueries:
     """Return P of shape (queries, G, O, I) as it is held: whole, or up to a relative error.
 
     A block whose matrices have one row or one column is held whole.
@@ -144,7 +144,7 @@ def compress_matrices(matrices: Tensor, error: float) -> tuple[Tensor, Tensor]:
     return short, long
 
 
-def join_queries(pieces: Sequence[HeldQueries]) -> HeldQueries:
+def join_queries(pieces: Sequence[StoredQueries]) -> StoredQueries:
     """Return queries of one block one after another; shorter ranks are filled with zeros."""
     if len(pieces) == 1:
         return pieces[0]
@@ -173,7 +173,7 @@ class QueryBlock:
     """
 
     start: int
-    by_block: list[HeldQueries]
+    by_block: list[StoredQueries]
 
     @property
     def count(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .capture import BatchTangent, GradientBlock
 from .checks import refuse_inference_mode, refuse_nonfinite, refuse_other_outputs
+from .curvature import Curvature
 from .data import Batch, align_targets, iterate_batches, refuse_shuffled, sample_losses
-from .fitted import Curvature
 from .measures import Measure, measure_gradient
 
 

@@ -22,16 +22,16 @@ from .._core.checks import require_number
 from .._core.errors import PullbackError, require
 from ..solvers import Relative
 from .capture import GradientBlock
+from .curvature import Curvature, Damping, invert, resolve_block_damping
 from .data import (
     Batch,
     explain_memory,
     match_targets,
     refuse_no_samples,
 )
-from .fitted import Curvature, Damping, invert, resolve_block_damping
 from .measures import Measure
 from .progress import ProgressLine
-from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
+from .queries import QueryBlock, StoredQueries, join_blocks, store_queries
 from .reader import GradientReader
 
 #: the damping where none is given, a multiple of each block's mean eigenvalue. Datamodeling scores
@@ -156,8 +156,8 @@ class Scorer:
             with explain_memory(batch):
                 gradients = self._reader.gradients(batch, self._options.measure)
             for start in range(0, gradients[0].samples, most):
-                chosen = slice(start, min(start + most, gradients[0].samples))
-                piece = QueryBlock(first_query, self._precondition(gradients, chosen))
+                panel = slice(start, min(start + most, gradients[0].samples))
+                piece = QueryBlock(first_query, self._precondition(gradients, panel))
                 first_query += piece.count
                 if pieces and sum(p.bytes for p in pieces) + piece.bytes > limit:
                     yield join_blocks(pieces)
@@ -168,13 +168,13 @@ class Scorer:
 
     def _precondition(
         self, gradients: Sequence[GradientBlock], queries: slice
-    ) -> list[HeldQueries]:
+    ) -> list[StoredQueries]:
         """Return (G + λ)⁻¹∇f of the queries in a slice, for each block."""
         solved = []
         for block, gradient in zip(self._curvature.blocks, gradients, strict=True):
             function = invert(resolve_block_damping(block, self._damping))
             matrices = block.apply(function, gradient.matrices(queries)[:, 0])
-            solved.append(hold_queries(matrices, self._dtype, self._options.query_error))
+            solved.append(store_queries(matrices, self._dtype, self._options.query_error))
         return solved
 
     def _score(
@@ -284,8 +284,7 @@ def influence_by_token(
         PullbackError: if batches of training samples have different positions, or as `influence`.
     """
     reader = GradientReader(curvature)
-    chosen = resolve_damping(damping)
-    by_batch = list(_query_directions(curvature, reader, queries, chosen, measure))
+    by_batch = list(_query_directions(curvature, reader, queries, damping, measure))
     refuse_no_samples("queries", len(by_batch))
     directions = torch.cat(by_batch)
     batches = []
@@ -322,12 +321,13 @@ def _query_directions(
     curvature: Curvature,
     reader: GradientReader,
     queries: Any,
-    damping: Damping,
+    damping: Damping | None,
     measure: Measure | None,
 ) -> Iterator[Tensor]:
     """Yield (G + λ)⁻¹∇f as flat vectors, (n, p) per batch of queries."""
+    resolved_damping = resolve_damping(damping)
     for batch in reader.batches(queries):
-        yield curvature.solve(reader.flat_gradients(batch, measure), damping)
+        yield curvature.solve(reader.flat_gradients(batch, measure), resolved_damping)
 
 
 def self_influence(
@@ -342,11 +342,13 @@ def self_influence(
     Samples with a wrong label stand at the top.
     """
     reader = GradientReader(curvature)
-    chosen = resolve_damping(damping)
+    resolved_damping = resolve_damping(damping)
     scores = []
     for batch in reader.batches(data):
         with explain_memory(batch):
-            scores.append(_score_batch_by_itself(curvature, reader, batch, measure, chosen))
+            scores.append(
+                _score_batch_by_itself(curvature, reader, batch, measure, resolved_damping)
+            )
     refuse_no_samples("samples", len(scores))
     return torch.cat(scores)
 
@@ -406,8 +408,8 @@ def top_k(
         if before is not None:
             scores = torch.cat([before.scores, scores], 1)
             indices = torch.cat([before.indices, indices], 1)
-        chosen = scores.topk(min(k, scores.shape[1]), largest=is_largest)
-        best[tile.first_query] = TopSamples(chosen.values, indices.gather(1, chosen.indices))
+        top = scores.topk(min(k, scores.shape[1]), largest=is_largest)
+        best[tile.first_query] = TopSamples(top.values, indices.gather(1, top.indices))
     by_query = list(best.values())
     return TopSamples(
         torch.cat([top.scores for top in by_query]), torch.cat([top.indices for top in by_query])
