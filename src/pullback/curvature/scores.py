@@ -342,13 +342,11 @@ def self_influence(
     Samples with a wrong label stand at the top.
     """
     reader = GradientReader(curvature)
-    resolved_damping = resolve_damping(damping)
+    resolved = resolve_damping(damping)
     scores = []
     for batch in reader.batches(data):
         with explain_memory(batch):
-            scores.append(
-                _score_batch_by_itself(curvature, reader, batch, measure, resolved_damping)
-            )
+            scores.append(_score_batch_by_itself(curvature, reader, batch, measure, resolved))
     refuse_no_samples("samples", len(scores))
     return torch.cat(scores)
 
