@@ -516,6 +516,16 @@ def test_verdicts(
     assert verdict.name in verdict.text
 
 
+def test_steps_that_were_too_short_to_move_the_state_are_unfinished() -> None:
+    """40 steps of 1e-6: no network would have moved, so a larger one is no remedy."""
+    stalled = evidence([-10.0] * 40, -10.0, vmc.StopReason.ALL_STEPS, variance=2.0)
+    assert judge(stalled).outcome is vmc.Outcome.STALLED
+    stalled.history.lr = [1e-6] * 40
+    verdict = judge(stalled)
+    assert verdict.outcome is vmc.Outcome.UNFINISHED
+    assert "lr=" in verdict.text
+
+
 def test_a_converged_state_with_a_phase_may_be_an_excited_one() -> None:
     converged = evidence([-10.0] * 40, -10.0, vmc.StopReason.ALL_STEPS)
     assert "excited" not in judge(converged).text

@@ -74,8 +74,14 @@ class VerdictLimits:
     round_off: float = 1e-6
     #: standard errors by which the energy may fall in the last quarter of the steps
     falling: float = 3.0
+    #: least angle, in radians, by which the state may turn over all steps: below it the initial
+    #: state is judged, and not the network
+    least_turn: float = 1.0
     #: least number of steps before the last quarter says anything
     least_steps: int = 20
+
+
+_MORE_STEPS = "Give more steps=, a larger budget=, or a larger lr= where it is small"
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class VMCVerdict:
             return f"{sentence}; the energy is above the mean of all, no ground state. {remedy}"
         sentence += f"; the variance is {self.v_score:.1e} of (energy − mean)²/sites"
         if self.outcome is Outcome.UNFINISHED:
-            return f"{sentence} and the energy still falls. Give more steps= or a larger budget="
+            return f"{sentence}, and more steps would lower the energy. {_MORE_STEPS}"
         if self.outcome is Outcome.STALLED:
             remedy = "Use a larger network, one with a phase, or symmetrize it"
             return (
@@ -199,6 +205,8 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
         outcome = Outcome.DIVERGED
     elif _is_falling(evidence, falling, v_score, limits):
         outcome = Outcome.UNFINISHED
+    elif v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits):
+        outcome = Outcome.UNFINISHED
     elif _is_above_mean(final, evidence.mean_energy, limits):
         outcome = Outcome.STALLED
         v_score = math.inf
@@ -257,6 +265,15 @@ def _compute_fall(history: History, limits: VerdictLimits) -> float:
     before = math.fsum(history.energy[-2 * quarter : -quarter]) / quarter
     after = math.fsum(history.energy[-quarter:]) / quarter
     return before - after
+
+
+def _has_hardly_moved(history: History, final: EnergyStatistics, limits: VerdictLimits) -> bool:
+    """Return True if the steps were too short, all together, for any network to reach a state.
+
+    Steps are imaginary time, 2·lr each. In the time t a state turns by at most t·√variance.
+    """
+    turn = 2 * math.fsum(history.lr) * math.sqrt(final.variance)
+    return turn < limits.least_turn
 
 
 def _is_falling(evidence: Evidence, falling: float, v_score: float, limits: VerdictLimits) -> bool:
