@@ -158,7 +158,7 @@ class KFAC(Optimizer):
         )  # fmt: skip
         self._options = options.resolve(model, user_arguments)
         is_sharded_model = any(map(is_sharded, model.parameters()))
-        if is_sharded_model and workers is None and not self._options.ekfac:
+        if is_sharded_model and workers is None and not self._options.measures_spectrum:
             workers = 1
         self._replicas = Replicas(
             processes, workers, is_wrapped=is_wrapped, is_owned=is_sharded_model
@@ -697,7 +697,7 @@ class KFAC(Optimizer):
         if any(g.device != first.device for g in gradients.values()):
             return False
         is_refreshed = self._schedule.is_refresh_step(self._schedule.statistics_count + 1)
-        if means and (self._options.ekfac or is_refreshed):
+        if means and (self._options.measures_spectrum or is_refreshed):
             return False
         return self._curvature.can_defer(means)
 
@@ -741,7 +741,7 @@ class KFAC(Optimizer):
         is_refreshed = curvature.refresh(has_new_statistics)
         if is_refreshed and self._step_memory is not None:
             self._step_memory.inverted_damping = self._schedule.damping
-        has_new_spectrum = has_new_statistics and self._options.ekfac
+        has_new_spectrum = has_new_statistics and self._options.measures_spectrum
         if self._clip is not None and (is_refreshed or has_new_spectrum):
             self._clip.is_stale = True
 

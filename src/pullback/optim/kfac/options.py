@@ -102,7 +102,7 @@ class Options:
         return self.rule.estimation.joint
 
     @property
-    def ekfac(self) -> bool:
+    def measures_spectrum(self) -> bool:
         """Whether second moments of the gradient are measured in bases of the rule."""
         return self.rule.estimation.measures_spectrum
 
@@ -350,7 +350,7 @@ def refuse_spread(options: Options, *, several: bool, teams: bool, shards: bool)
             "it relates the samples of a batch, of which each process has a part",
             "Use a metric of single samples, such as the likelihood's own",
         )
-    if options.ekfac and teams:
+    if options.measures_spectrum and teams:
         raise PullbackError(
             "workers= does not go with ekfac=True",
             "all processes measure in the eigenbases",

@@ -79,7 +79,7 @@ class BlockStructure:
         self._sharing = options.sharing
         self._options = options
         #: whether all layers have to separate their samples
-        self._separates_samples = options.ekfac or options.sharing.reduce
+        self._separates_samples = options.measures_spectrum or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[BlockKey, Bases] = {}
         #: why a parameter is held as a diagonal

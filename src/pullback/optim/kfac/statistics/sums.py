@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 from math import isnan
 
 import torch
@@ -55,10 +56,12 @@ class Sums:
 
     def add(self, factor: FactorKey, term: Moments | FactorMatrix) -> None:
         """Add the moments of the inputs of one use, or a term that is quadratic in cotangents."""
+        sums: dict[FactorKey, Any] = self.values
         if isinstance(term, Moments):
-            accumulate(self.inputs, {factor: term})
-        else:
-            accumulate(self.values, {factor: term})
+            sums = self.inputs
+        if factor in sums:
+            term = sums[factor] + term
+        sums[factor] = term
 
 
 class Obstacle(IntEnum):
