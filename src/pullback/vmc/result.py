@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint
+from .checkpoint import FORMAT
 from .history import History
 from .statistics import EnergyStatistics
 from .verdict import ChainProblem, Outcome, StopReason, VMCVerdict
@@ -74,12 +74,12 @@ class Result:
             "samples": self.samples.cpu(),
             "acceptance": self.acceptance,
         }
-        checkpoint.save(Path(path), {"result": state})
+        FORMAT.write(Path(path), {"result": state})
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Result:
         """Read what `save` wrote into a network of the same architecture."""
-        state: dict[str, Any] = checkpoint.load(Path(path))["result"]
+        state: dict[str, Any] = FORMAT.read(Path(path))["result"]
         network.load_state_dict(state["network"])
         saved = state["verdict"]
         problem = saved["chain_problem"]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._core.checkpoint_file import refuse_other_run
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..grams import GramForm
@@ -22,8 +23,8 @@ from ..metrics import FubiniStudy
 from ..optim import NaturalGradient, StepInfo
 from ..solvers import Cholesky, Solver
 from ..steps import Spring, Step
-from . import checkpoint
 from .amplitude import EvaluationOptions, Evaluator, LogAmplitude
+from .checkpoint import FORMAT
 from .closure import EnergyClosure
 from .energies import compute_local_energies
 from .hamiltonians import Hamiltonian, estimate_mean_energy
@@ -414,11 +415,11 @@ class Minimization:
             "chains": chain_states,
             "history": self.history.as_dict(),
         }
-        checkpoint.save(path, {"run": state})
+        FORMAT.write(path, {"run": state})
 
     def _resume(self, path: Path) -> None:
-        state = checkpoint.load(path)["run"]
-        checkpoint.refuse_other_run(path, state["identity"], self._describe_run())
+        state = FORMAT.read(path)["run"]
+        refuse_other_run(path, state["identity"], self._describe_run())
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.chains.load(state["chains"][self._processes.rank])

@@ -17,6 +17,7 @@ from pullback_experiments.problems import references
 from pullback_experiments.problems.references import base
 from pullback_experiments.problems.references.cavity_flow import Cavity
 from pullback_experiments.problems.references.etdrk4 import FourierTrajectory
+from tests.pde.differences import derivative, evaluate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,23 +43,6 @@ def thick_allen_cahn(folder):
 @pytest.fixture(scope="module")
 def cavity(folder):
     return references.Cavity(100.0)
-
-
-def evaluate(reference, x, t):
-    x, t = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(t, dtype=float))
-    points = torch.from_numpy(np.stack([x.ravel(), t.ravel()], axis=1))
-    return reference(points).numpy()[:, 0].reshape(x.shape)
-
-
-def derivative(f, order, s, h):
-    """Central differences of order 6 (first and second derivative) and 4 (third and fourth)."""
-    weights = {
-        1: np.array([-1, 9, -45, 0, 45, -9, 1]) / 60,
-        2: np.array([2, -27, 270, -490, 270, -27, 2]) / 180,
-        3: np.array([1, -8, 13, 0, -13, 8, -1]) / 8,
-        4: np.array([-1, 12, -39, 56, -39, 12, -1]) / 6,
-    }[order]
-    return sum(w * f(s + j * h) for j, w in zip(range(-3, 4), weights, strict=True)) / h**order
 
 
 class TestAllenCahn:

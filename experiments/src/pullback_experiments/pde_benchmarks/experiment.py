@@ -14,7 +14,8 @@ from pullback import pde
 from ..framework import plots
 from ..framework.check import Check
 from ..framework.curves import Chart, finite, over_seeds
-from ..framework.experiment import Context, Experiment, Item, Paused
+from ..framework.experiment import Context, Item, Paused
+from ..framework.problem_set import ProblemSetExperiment
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table, count_of
@@ -29,7 +30,7 @@ _ENDLESS = 10**9  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmarks(Experiment):
+class Benchmarks(ProblemSetExperiment):
     """The set.
 
     Attributes:
@@ -66,28 +67,18 @@ class Benchmarks(Experiment):
         if quick:
             points = self.quick_points
         return {
-            "problems": list(self._problems(quick)),
-            "seconds": self._seconds(quick),
+            "problems": list(self.choose_problems(quick)),
+            "seconds": self.choose_seconds(quick),
             "points": points,
             "methods": {m.name: m.describe() for m in METHODS},
         }
-
-    def _problems(self, quick: bool) -> Sequence[str]:
-        if quick:
-            return self.quick_problems
-        return self.problems
-
-    def _seconds(self, quick: bool) -> float:
-        if quick:
-            return self.quick_seconds
-        return self.seconds
 
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_problems=("ritz",), quick_seconds=0.2)
 
     def items(self, quick: bool) -> list[Item]:
         out = []
-        for problem in self._problems(quick):
+        for problem in self.choose_problems(quick):
             for m in METHODS:
                 for rate in m.rates:
                     work = partial(self._try_rate, problem, m, rate)
@@ -97,13 +88,13 @@ class Benchmarks(Experiment):
         return out
 
     def _try_rate(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
-        seconds = self._seconds(context.quick) / 4
+        seconds = self.choose_seconds(context.quick) / 4
         context = replace(context, seed=self.search_seed)
         record = self._run(problem, method.options(rate), seconds, context)
         return {"rate": rate, "loss": record["loss"]}
 
     def _solve_problem(self, problem: str, method: PdeMethod, context: Context) -> Record:
-        seconds = self._seconds(context.quick)
+        seconds = self.choose_seconds(context.quick)
         if not method.rates:
             return self._run(problem, method.options(), seconds, context)
         tried = [context.finished.once(*_trial(problem, method, r)) for r in method.rates]
@@ -131,7 +122,7 @@ class Benchmarks(Experiment):
         return f"error {record['error'][-1]:.1e} after {record['step'][-1]} steps"
 
     def _group_records(self, results: Results) -> GroupedRecords:
-        problems = self._problems(results.quick)
+        problems = self.choose_problems(results.quick)
         records = {}
         for problem in problems:
             records[problem] = {m.name: results.of(problem, m.name) for m in METHODS}
@@ -156,7 +147,7 @@ class Benchmarks(Experiment):
                     to_reported = f"{seconds:.1f}"
             rows.append([problem, *ends, reported, to_reported])
         columns = ["problem", *(title(m.name) for m in METHODS), "reported", "seconds to it"]
-        heading = f"Relative L² error after {self._seconds(results.quick):g} s"
+        heading = f"Relative L² error after {self.choose_seconds(results.quick):g} s"
         return [Table(columns, rows, f"{heading}, {count_of(len(results.seeds), 'seed')}")]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:

@@ -13,7 +13,8 @@ from typing import Any, Self
 from pullback import pde
 
 from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
+from ..framework.experiment import Context, Item
+from ..framework.problem_set import ProblemSetExperiment
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
@@ -28,7 +29,7 @@ _ZERO_SHARE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Honesty(Experiment):
+class Honesty(ProblemSetExperiment):
     """The table of estimated against true errors.
 
     Attributes:
@@ -56,26 +57,16 @@ class Honesty(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "problems": {name: _find_kind(name) for name in self._problems(quick)},
-            "seconds": self._seconds(quick),
+            "problems": {name: _find_kind(name) for name in self.choose_problems(quick)},
+            "seconds": self.choose_seconds(quick),
             "steps": self.steps,
         }
-
-    def _problems(self, quick: bool) -> Sequence[str]:
-        if quick:
-            return self.quick_problems
-        return self.problems
-
-    def _seconds(self, quick: bool) -> float:
-        if quick:
-            return self.quick_seconds
-        return self.seconds
 
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_problems=("bratu",), quick_seconds=0.5)
 
     def items(self, quick: bool) -> list[Item]:
-        return [Item((name,), partial(self._solve, name)) for name in self._problems(quick)]
+        return [Item((name,), partial(self._solve, name)) for name in self.choose_problems(quick)]
 
     def _solve(self, name: str, context: Context) -> Record:
         try:
@@ -96,7 +87,7 @@ class Honesty(Experiment):
                 problem,
                 network,
                 steps=self.steps,
-                budget=self._seconds(context.quick),
+                budget=self.choose_seconds(context.quick),
                 seed=context.seed,
                 progress=False,
             )
@@ -124,7 +115,7 @@ class Honesty(Experiment):
         return f"{record['verdict']}: {numbers}"
 
     def judge(self, results: Results) -> list[Check]:
-        records = list(chain.from_iterable(map(results.of, self._problems(results.quick))))
+        records = list(chain.from_iterable(map(results.of, self.choose_problems(results.quick))))
         good = [record for record in records if record["verdict"] in _GOOD]
         silent = [record for record in good if is_silent(record)]
         count = f"{len(silent)} of {len(good)} that are called converged, of {len(records)} solves"
@@ -132,7 +123,7 @@ class Honesty(Experiment):
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
-        for name in self._problems(results.quick):
+        for name in self.choose_problems(results.quick):
             solved_seeds = [seed for seed in results.seeds if results.has(name, seed=seed)]
             for seed, record in zip(solved_seeds, results.of(name), strict=True):
                 numbers = [f"{record[key]:.1e}" for key in ("residual", "estimated", "true")]

@@ -21,7 +21,8 @@ from pullback import pde
 from ..benchmarks.pde_gallery import AdamFirst, ScaledLBFGS
 from ..benchmarks.ssbroyden import SSBroyden
 from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
+from ..framework.experiment import Context, Item
+from ..framework.problem_set import ProblemSetExperiment
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
@@ -104,7 +105,7 @@ def choose_options(method: Method, stopwatch: Stopwatch, seconds: float) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuasiNewton(Experiment):
+class QuasiNewton(ProblemSetExperiment):
     """The comparison.
 
     Attributes:
@@ -130,32 +131,22 @@ class QuasiNewton(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "problems": dict.fromkeys(self._problems(quick), "solved"),
-            "seconds": self._seconds(quick),
+            "problems": dict.fromkeys(self.choose_problems(quick), "solved"),
+            "seconds": self.choose_seconds(quick),
         }
-
-    def _problems(self, quick: bool) -> Sequence[str]:
-        if quick:
-            return self.quick_problems
-        return self.problems
-
-    def _seconds(self, quick: bool) -> float:
-        if quick:
-            return self.quick_seconds
-        return self.seconds
 
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_seconds=0.2)
 
     def items(self, quick: bool) -> list[Item]:
         items = []
-        for name in self._problems(quick):
+        for name in self.choose_problems(quick):
             for method in Method:
                 items.append(Item((name, method), partial(self._solve, name, method)))
         return items
 
     def _solve(self, name: str, method: Method, context: Context) -> Record:
-        seconds = self._seconds(context.quick)
+        seconds = self.choose_seconds(context.quick)
         self._import_everything(method)
         stopwatch = Stopwatch()
 
@@ -194,7 +185,7 @@ class QuasiNewton(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         checks = []
-        for name in self._problems(results.quick):
+        for name in self.choose_problems(results.quick):
             errors = {method: _median_error(results, name, method) for method in Method}
             ours = errors[Method.NATURAL_GRADIENT]
             best = min(errors[Method.LBFGS], errors[Method.SSBROYDEN])
@@ -204,13 +195,13 @@ class QuasiNewton(Experiment):
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
-        for name in self._problems(results.quick):
+        for name in self.choose_problems(results.quick):
             cells = []
             for method in Method:
                 errors = [f"{record['error']:.1e}" for record in results.of(name, method)]
                 cells.append(", ".join(errors))
             rows.append([name, *cells])
-        seconds = self._seconds(results.quick)
+        seconds = self.choose_seconds(results.quick)
         heading = f"Relative L² errors of every seed after {seconds:g} CPU seconds"
         return [Table(["problem", *Method], rows, heading)]
 

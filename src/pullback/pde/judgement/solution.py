@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..._core.errors import PullbackError, import_extra
 from ...maps import Scheme
 from ..arguments import check_points
-from ..checkpoint import load_parameters, load_state, save_state
+from ..checkpoint import FORMAT, load_parameters, load_state
 from ..discretization.residual import compute_derivatives, fingerprint
 from ..discretization.seeds import SEEDS
 from ..discretization.sites import draw_sites
@@ -301,7 +301,7 @@ class PDESolution:
             "edges": getattr(self.network, "edges", None),
         }
         state |= {name: getattr(self, name) for name in _SAVED}
-        save_state(Path(path), state)
+        FORMAT.write(Path(path), state)
 
     @classmethod
     def load(cls, path: str | Path, problem: Problem, network: nn.Module) -> PDESolution:

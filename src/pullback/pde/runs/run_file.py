@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..._core.processes import Processes
-from ..checkpoint import load_state, save_state
+from ..checkpoint import FORMAT, load_state
 
 
 class RunFile:
@@ -47,7 +47,7 @@ class RunFile:
             barrier = nullcontext()
         with barrier:
             if self._processes.rank == 0:
-                save_state(self.path, {"run": self._identity, **take_state()})
+                FORMAT.write(self.path, {"run": self._identity, **take_state()})
 
     def load(self) -> dict[str, Any] | None:
         """Return the state that was saved, on all processes; None if there is none."""
