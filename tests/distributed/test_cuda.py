@@ -59,7 +59,7 @@ def test_options(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("model_name", [kind for kind in MODELS if kind != "small"])
 def test_layers(world: World, model_name: str) -> None:
-    test_kfac.equal(world, model_name, NATURAL)
+    test_kfac.check_processes(world, model_name, NATURAL)
 
 
 @pytest.mark.parametrize("name", ["clip", "eigenbasis", "spectral"])
@@ -68,11 +68,11 @@ def test_workers(world: World, name: str) -> None:
 
 
 def test_two_processes(world: World) -> None:
-    test_kfac.equal(world, "convolutions", OPTIONS["clip"], (20, 16))
+    test_kfac.check_processes(world, "convolutions", OPTIONS["clip"], (20, 16))
 
 
 def test_a_plain_module_and_an_empty_batch(world: World) -> None:
-    test_kfac.equal(world, "dense", OPTIONS["clip"], (20, 0, 16), plain=True)
+    test_kfac.check_processes(world, "dense", OPTIONS["clip"], (20, 0, 16), plain=True)
 
 
 @pytest.mark.parametrize("name", ["no clip", "eigenbasis", "spectral"])
@@ -181,16 +181,16 @@ def pieces() -> Iterator[World]:
 
 @pytest.mark.parametrize("name", ["clip", "no clip", "ekfac", "eigenbasis", "spectral"])
 def test_pieces(pieces: World, name: str) -> None:
-    test_sharded.equal(pieces, "dense", OPTIONS[name])
+    test_sharded.check_processes(pieces, "dense", OPTIONS[name])
 
 
 @pytest.mark.parametrize("model_name", ["convolutions", "attention"])
 def test_layers_in_pieces(pieces: World, model_name: str) -> None:
-    test_sharded.equal(pieces, model_name, OPTIONS["clip"])
+    test_sharded.check_processes(pieces, model_name, OPTIONS["clip"])
 
 
 def test_replicas_of_pieces(pieces: World) -> None:
-    test_sharded.equal(pieces, "dense", OPTIONS["clip"], (10, 8, 11, 7))
+    test_sharded.check_processes(pieces, "dense", OPTIONS["clip"], (10, 8, 11, 7))
 
 
 def test_checkpoints_in_pieces(pieces: World, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ UNEVEN = (15, 8, 13)
 Result = tuple[Tensor, dict[str, Any]]
 
 
-def equal(
+def check_processes(
     world: World,
     model_name: str,
     options: dict[str, Any],
@@ -57,7 +57,7 @@ def quick(names: Iterable[str], *slow_names: str) -> list[Any]:
 
 @pytest.mark.parametrize("model_name", quick(MODELS, "recurrence", "small"))
 def test_layers(world: World, model_name: str) -> None:
-    equal(world, model_name, NATURAL, steps=FEW)
+    check_processes(world, model_name, NATURAL, steps=FEW)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -92,9 +92,9 @@ LOCAL = ("no clip", "exact damping", "no damping", "apart", "reduce", "decay")
 @pytest.mark.parametrize("name", quick(OPTIONS, *LOCAL))
 def test_options(world: World, name: str) -> None:
     if name in ("no damping", "invariant damping"):  # which magnify round-off
-        equal(world, "small", OPTIONS[name], steps=4)
+        check_processes(world, "small", OPTIONS[name], steps=4)
     else:
-        equal(world, "dense", OPTIONS[name], steps=STEPS if name in LONG_RUNS else FEW)
+        check_processes(world, "dense", OPTIONS[name], steps=STEPS if name in LONG_RUNS else FEW)
 
 
 def test_invariant_damping_of_recurrent_layers(world: World) -> None:
@@ -102,7 +102,7 @@ def test_invariant_damping_of_recurrent_layers(world: World) -> None:
 
     One process on samples in another order then differs as much from itself.
     """
-    equal(world, "waves", {**OPTIONS["invariant damping"], "kl_clip": 1e-5}, steps=FEW)
+    check_processes(world, "waves", {**OPTIONS["invariant damping"], "kl_clip": 1e-5}, steps=FEW)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_invariant_damping_of_recurrent_layers(world: World) -> None:
 )
 def test_workers(world: World, name: str) -> None:
     """One process for each inverse; the others receive directions."""
-    equal(world, "convolutions", {**OPTIONS[name], "workers": 1}, steps=FEW)
+    check_processes(world, "convolutions", {**OPTIONS[name], "workers": 1}, steps=FEW)
 
 
 @pytest.mark.parametrize(
@@ -119,31 +119,31 @@ def test_workers(world: World, name: str) -> None:
 def test_clips_between_inversions(world: World, model_name: str) -> None:
     """Processes hold shares of averages, and xᵀF̂x is the sum of what these give."""
     options = {**OPTIONS["clip between inversions"], "kl_clip": 1e-4}
-    equal(world, model_name, options, steps=FEW)
+    check_processes(world, model_name, options, steps=FEW)
 
 
 def test_empty_batches(world: World) -> None:
-    equal(world, "dense", OPTIONS["no clip"], (20, 0, 15), steps=FEW)
-    equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15), steps=FEW)
+    check_processes(world, "dense", OPTIONS["no clip"], (20, 0, 15), steps=FEW)
+    check_processes(world, "convolutions", OPTIONS["clip"], (0, 20, 15), steps=FEW)
 
 
 @pytest.mark.parametrize("name", ["adaptive damping", "quadratic model"])
 def test_controlled_steps_with_an_empty_batch(world: World, name: str) -> None:
-    equal(world, "dense", OPTIONS[name], (20, 0, 15), steps=FEW)
+    check_processes(world, "dense", OPTIONS[name], (20, 0, 15), steps=FEW)
 
 
 def test_accumulation(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2, steps=FEW)
+    check_processes(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2, steps=FEW)
 
 
 def test_clipped_gradients(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], clip=0.1, steps=FEW)
+    check_processes(world, "dense", OPTIONS["clip"], clip=0.1, steps=FEW)
 
 
 def test_plain_module(world: World) -> None:
     """With `group=` the optimizer averages the gradients itself."""
-    equal(world, "dense", OPTIONS["clip"], plain=True, steps=FEW)
-    equal(world, "experts", OPTIONS["clip"], plain=True, steps=FEW)
+    check_processes(world, "dense", OPTIONS["clip"], plain=True, steps=FEW)
+    check_processes(world, "experts", OPTIONS["clip"], plain=True, steps=FEW)
 
 
 @pytest.mark.parametrize(

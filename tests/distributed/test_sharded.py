@@ -93,7 +93,7 @@ def advance(
         opt.step()
 
 
-def equal(
+def check_processes(
     world: World,
     model_name: str,
     options: dict[str, Any],
@@ -114,7 +114,7 @@ def equal(
     quick(["dense", "convolutions", "attention", "recurrence"], "convolutions", "recurrence"),
 )
 def test_layers(world: World, model_name: str) -> None:
-    equal(world, model_name, OPTIONS["clip"], steps=7 if model_name == "dense" else FEW)
+    check_processes(world, model_name, OPTIONS["clip"], steps=7 if model_name == "dense" else FEW)
 
 
 @pytest.mark.parametrize(
@@ -127,22 +127,24 @@ def test_layers(world: World, model_name: str) -> None:
     ),
 )
 def test_options(world: World, name: str) -> None:
-    equal(world, "dense", OPTIONS[name], steps=FEW)
+    check_processes(world, "dense", OPTIONS[name], steps=FEW)
 
 
 def test_kept_whole_after_the_forward_pass(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], policy={"reshard_after_forward": False}, steps=3)
+    check_processes(
+        world, "dense", OPTIONS["clip"], policy={"reshard_after_forward": False}, steps=3
+    )
 
 
 def test_replicas_of_shards(world: World) -> None:
     counts = (10, 8, 11, 7)
-    equal(world, "dense", OPTIONS["clip"], counts, steps=FEW)
+    check_processes(world, "dense", OPTIONS["clip"], counts, steps=FEW)
     options = {**OPTIONS["eigenbasis"], "workers": 2}
-    equal(world, "convolutions", options, counts, steps=FEW)
+    check_processes(world, "convolutions", options, counts, steps=FEW)
 
 
 def test_workers_and_empty_batches(world: World) -> None:
-    equal(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16), steps=FEW)
+    check_processes(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16), steps=FEW)
 
 
 def test_mixed_precision(world: World) -> None:

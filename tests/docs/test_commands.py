@@ -35,17 +35,22 @@ COMMANDS = sorted({(page, *words) for page, words in commands()})
 
 def check_pullback(name: str, *words: str) -> None:
     """The command has the options, and knows the experiment or problem."""
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-    options = set().union(*(param.opts for param in command.params))
-    asked = {word for word in words if word.startswith("--")}
-    if name == "bench" and words and not words[0].startswith("-"):
-        module = BENCHMARKS / f"{words[0].replace('-', '_')}.py"
-        options |= {option for option in asked if option in module.read_text("utf-8")}
-    assert asked <= options
+    options = {word for word in words if word.startswith("--")}
+    assert options <= list_options(name, words)
     if name == "run" and words[0] != "NAME":
         assert registry.find(words[0]).anywhere or "--device" not in words
     if name == "solve" and words not in ((), ("NAME",)):
         assert words[0] in SETUPS
+
+
+def list_options(name: str, words: tuple[str, ...]) -> set[str]:
+    """Return the options of a command; those of a benchmark are in its module's text."""
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    options = set().union(*(param.opts for param in command.params))
+    if name != "bench" or not words or words[0].startswith("-"):
+        return options
+    text = (BENCHMARKS / f"{words[0].replace('-', '_')}.py").read_text("utf-8")
+    return options | {word for word in words if word.startswith("--") and word in text}
 
 
 def check_script(*words: str) -> None:

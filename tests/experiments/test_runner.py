@@ -280,7 +280,7 @@ def test_an_interruption_leaves_finished_items(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
-    """Without any chance to clean up."""
+    """The process ends at once, without cleaning up."""
     code = (
         "import os, sys; from pathlib import Path; from tests.experiments.small import Small\n"
         "from pullback_experiments import run\n"

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pullback.cli.app import app
-from pullback_experiments import Results, registry
+from pullback_experiments import Experiment, Results, registry
 from pullback_experiments.framework import executor
-from pullback_experiments.framework.check import Check
+from pullback_experiments.framework.check import Check, Outcome
 
 from .small import quiet
 
@@ -67,27 +67,19 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     outcome = executor.run(ours, True, out=tmp_path, console=quiet())
     assert outcome.finished == outcome.total > 0
     assert outcome.seeds == tuple(ours.quick_seeds)
-    # what these sizes cannot tell is not judged
-    assert outcome.status == 0, [str(c) for c in outcome.checks if not c.agrees]
-    assert ours.judged or not outcome.checks
-    assert (outcome.verdict is None) == (not any(c.of_paper for c in outcome.checks))
-    for check in outcome.checks:
-        assert isinstance(check, Check)
-
+    assert_judged(ours, outcome)
     record = json.loads((tmp_path / f"{name}-quick.json").read_text("utf-8"))
     assert record["about"]["name"] == name
     assert record["summary"]["items"] == [outcome.total, outcome.total]
     assert len(record["runs"]) == outcome.total
     pictures = [p for p in outcome.files if p.suffix == ".png"]
     assert pictures or name in NOT_DRAWN
-    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
-    assert {p.with_suffix(".svg") for p in pictures} <= set(outcome.files)
+    assert_drawn(pictures, outcome)
 
     store = ours.open_store(True, tmp_path)  # the same configuration: nothing would be done again
     assert len(store) == outcome.total
-    assert (
-        not ours.judged or tuple(ours.judge(Results(store, outcome.seeds, True))) == outcome.checks
-    )
+    if ours.judged:
+        assert tuple(ours.judge(Results(store, outcome.seeds, True))) == outcome.checks
 
     answer = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
     assert answer.exit_code == 0, answer.output
@@ -96,7 +88,21 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not pictures or "<img" in page
 
 
-#: theorems that are numbers alone
+def assert_judged(experiment: Experiment, outcome: Outcome) -> None:
+    """All checks agree with what is recorded; sizes that are too small have no checks."""
+    assert outcome.status == 0, [str(c) for c in outcome.checks if not c.agrees]
+    assert experiment.judged or not outcome.checks
+    assert (outcome.verdict is None) == (not any(c.of_paper for c in outcome.checks))
+    assert all(isinstance(check, Check) for check in outcome.checks)
+
+
+def assert_drawn(pictures: list[Path], outcome: Outcome) -> None:
+    """Every picture is a PNG file with an SVG file beside it."""
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
+    assert {p.with_suffix(".svg") for p in pictures} <= set(outcome.files)
+
+
+#: experiments whose theorems are numbers alone
 NOT_DRAWN = {
     "influence-scale",
     "kerekes-2022-theorems",
@@ -109,7 +115,7 @@ NOT_DRAWN = {
     "vmc-spins",
 }
 
-#: whose quick version judges nothing, and says so
+#: experiments whose quick version judges nothing, and says so
 TOO_SHORT = {
     "bai-2024-sobolev-cifar10",
     "bai-2024-sobolev-cifar100",

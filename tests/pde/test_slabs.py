@@ -157,15 +157,15 @@ def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Pa
 
 
 def test_budgets_and_callbacks_end_all_slabs() -> None:
-    none = run(budget=0.0)
-    assert "the budget" in none.stopped
-    assert len(none.history) == 0
+    without_steps = run(budget=0.0)
+    assert "the budget" in without_steps.stopped
+    assert len(without_steps.history) == 0
     x = torch.rand(5, 2).double()
-    assert none(x).shape == (5, 1)
+    assert without_steps(x).shape == (5, 1)
     assert "the budget of 0.001 s" in run(budget=1e-3).stopped  # and not the share of a slab
-    asked = run(callbacks=[lambda run, info: len(run.history) == 2])
-    assert len(asked.history) == 2
-    assert "callback" in asked.stopped
+    by_callback = run(callbacks=[lambda run, info: len(run.history) == 2])
+    assert len(by_callback.history) == 2
+    assert "callback" in by_callback.stopped
 
 
 def test_what_has_no_slabs() -> None:
