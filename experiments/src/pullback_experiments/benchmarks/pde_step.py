@@ -1,4 +1,4 @@
-"""What a step of `pde.solve` costs on one core, and which of its parts takes the time.
+"""What a step of `pde.solve` costs on one core, and which of its stages takes the time.
 
     pullback bench pde-step [--parameters 500 1000 2000 5000] [--steps 3] [--out FILE]
 
@@ -31,20 +31,20 @@ from ..framework.timing import describe_machine
 
 
 class Stopwatch:
-    """CPU seconds of functions, by part of a step."""
+    """CPU seconds of functions, by stage of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its seconds added to a part."""
+    def wrap(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its seconds added to a stage."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[part] += time.process_time() - start
+                self.seconds[stage] += time.process_time() - start
 
         return timed
 
@@ -55,17 +55,17 @@ def choose_width(parameters: int) -> int:
 
 
 def measure_step(parameters: int, steps: int) -> dict[str, Any]:
-    """Return the median CPU seconds of a step, and of its parts."""
+    """Return the median CPU seconds of a step, and of its stages."""
     width = choose_width(parameters)
     network = pde.mlp(2, width, width, 1, seed=0)
     count = sum(p.numel() for p in network.parameters())
     stopwatch = Stopwatch()
     timeline: list[dict[str, float]] = []
 
-    def note(run: Any, info: Any) -> None:
+    def record_times(run: Any, info: Any) -> None:
         timeline.append({**stopwatch.seconds, "all": time.process_time()})
 
-    parts = [
+    stages = [
         (ObjectiveProblem, "evaluate", "derivatives and rows"),
         (ObjectiveProblem, "losses", "trial points"),
         (natural_gradient, "assemble_stack", "assembly"),
@@ -73,15 +73,20 @@ def measure_step(parameters: int, steps: int) -> dict[str, Any]:
         (Sketched, "init", "sketch and factorization"),
     ]
     with ExitStack() as stack:
-        for owner, name, part in parts:
-            timed = stopwatch.wrap(part, getattr(owner, name))
+        for owner, name, stage in stages:
+            timed = stopwatch.wrap(stage, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, timed))
-        options = {"points": 4 * count, "steps": steps + 1, "callbacks": [note], "measure": 1000}
+        options = {
+            "points": 4 * count,
+            "steps": steps + 1,
+            "callbacks": [record_times],
+            "measure": 1000,
+        }
         pde.solve(pde.Poisson(2), network, progress=False, refine=None, **options)
     medians: dict[str, float] = {}
-    for part in timeline[-1]:
+    for stage in timeline[-1]:
         pairs = pairwise(timeline)
-        medians[part] = statistics.median(b[part] - a.get(part, 0.0) for a, b in pairs)
+        medians[stage] = statistics.median(b[stage] - a.get(stage, 0.0) for a, b in pairs)
     return {"parameters": count, "residuals": 5 * count, "seconds": medians}
 
 
@@ -97,5 +102,5 @@ def main(arguments: Sequence[str] = ()) -> None:
     for parameters in options.parameters:
         result = measure_step(parameters, options.steps)
         record.put(str(parameters), result)
-        parts = ", ".join(f"{part} {value:.2f}" for part, value in result["seconds"].items())
-        print(f"p = {result['parameters']}: CPU seconds a step: {parts}", flush=True)
+        stages = ", ".join(f"{stage} {value:.2f}" for stage, value in result["seconds"].items())
+        print(f"p = {result['parameters']}: CPU seconds a step: {stages}", flush=True)
