@@ -52,7 +52,7 @@ def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
 
 def test_a_run_says_what_it_found() -> None:
     options = {"steps": 3, "points": 64}
-    actual = pde_defaults.one("poisson2d", 0, 1, False, True, [4, 4], options)
+    actual = pde_defaults.run_once("poisson2d", 0, 1, False, True, [4, 4], options)
     assert actual["parameters"] == 37
     assert actual["steps"] == 3
     assert actual["verdict"] == "unfinished"
@@ -71,7 +71,7 @@ def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments[:2])
         if arguments[1] == 1:
             return {"name": arguments[0], "seed": 1, "failed": "killed"}
-        return pde_defaults.one(*arguments)
+        return pde_defaults.run_once(*arguments)
 
     monkeypatch.setattr(pde_defaults, "run_in_process", one)
     arguments = ["--problems", "ritz", "--seeds", "0-1", "--threads", "1"]
