@@ -18,6 +18,8 @@ from pullback.pde.judgement.correction import CorrectionFailed, correct_solution
 from pullback.pde.judgement.error_profile import ErrorProfile
 from pullback.pde.judgement.growth import measure_growth
 from pullback.pde.judgement.jumps import find_jump
+from pullback.pde.judgement.stop import Stop, StopReason
+from pullback.pde.judgement.verdict import PDEVerdict
 
 pi = math.pi
 
@@ -311,10 +313,15 @@ def test_where_there_is_no_solution_nearby_the_error_is_unknown() -> None:
     )
     with pytest.raises(CorrectionFailed):
         correct_solution(problem, Given(lambda x: 0 * x), {})
-    check = pde.PDESolution(problem, Given(lambda x: 0 * x), pde.History()).check()
+    small = PDEVerdict(Stop(StopReason.ALL_STEPS, 9), False, 1e-9, 1e-9, relative=1e-6)
+    solution = pde.PDESolution(problem, Given(lambda x: 0 * x), pde.History(), verdict=small)
+    check = solution.check()
     assert check.estimate is not None
     assert math.isnan(check.estimate.error)
     assert "unknown" in str(check)
+    verdict = solution.judge_error()
+    assert verdict.name == "doubtful"
+    assert "no solution nearby: the error is unknown. More steps=" in verdict.text
 
 
 def test_data_and_many_dimensions_are_left_to_the_tangents() -> None:

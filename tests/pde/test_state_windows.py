@@ -192,7 +192,10 @@ def test_equations_hold_as_well_as_the_noise_of_data_lets_them() -> None:
     fitted = judge(0.02)
     assert fitted.name == "converged"
     assert not fitted.alarming
-    assert "well below the misfit of the data, 0.02" in fitted.text
+    assert "well below the misfit of the data, 0.02; the error is unknown" in fitted.text
+    torn = judge(0.004)
+    assert "and measurements are missed by 0.004. Equations and measurements pull" in torn.text
+    assert "pull" not in judge(0.001).text
 
 
 def condensate(start: float) -> pde.Problem:

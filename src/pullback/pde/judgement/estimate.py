@@ -58,6 +58,7 @@ class Estimate:
             estimate to hold.
         lost_fields: fields that may be zero as far as their errors tell.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
+        is_isolated: whether a second discretization was tried and found no solution near this one.
     """
 
     error: float
@@ -65,6 +66,7 @@ class Estimate:
     affine: bool
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
+    is_isolated: bool = False
 
     def combine(self, profile: ErrorProfile, *, is_resolved: bool) -> Estimate:
         """Return the estimate by a second discretization.

@@ -182,7 +182,7 @@ class PDESolution:
             return self.verdict
         loose = tuple(name for name, spread in estimate.spread.items() if spread == math.inf)
         if has_noise or math.isnan(estimate.error):
-            return replace(self.verdict, loose=loose)
+            return replace(self.verdict, loose=loose, is_isolated=estimate.is_isolated)
         return replace(
             self.verdict,
             estimated=estimate.error,
@@ -234,9 +234,13 @@ class PDESolution:
             return replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)
         try:
             profile = self._compare_discretizations()
-        except (CorrectionFailed, IntegrationFailed):
+        except (CorrectionFailed, IntegrationFailed) as failure:
             profile = None
-            estimate = replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)
+            estimate = replace(
+                estimate or Estimate(math.nan, {}, affine),
+                error=math.nan,
+                is_isolated=isinstance(failure, CorrectionFailed),
+            )
         if profile is None:
             return self._refuse_growth(estimate)
         if estimate is None:

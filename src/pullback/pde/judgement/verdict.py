@@ -73,11 +73,16 @@ _TINY_SOLUTION = (
     "The solution is tiny beside the initial network: state the problem in units in which its "
     "values are about 1"
 )
+_DISAGREEMENT = (
+    "Equations and measurements pull against each other. Give noisy Data(...) a smaller weight=; "
+    "if the measurements are accurate, the equations do not describe them"
+)
 _EXCITED = "the field changes sign: an excited state, since the ground state has no nodes"
 _EXCITED_REMEDY = (
     "For the ground state begin with a field of one sign, as network_for(problem) does, or with a "
     "smaller unknown; if this one is meant, add Integral(..., 0.0) of its product with lower states"
 )
+_ISOLATED = "a second discretization finds no solution nearby: the error is unknown"
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer. If none is missing, such residuals leave it open, and "
@@ -102,6 +107,7 @@ class PDEVerdict:
         lost_fields: those that are as large as their errors, and may be zero.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         concentrated: where most of the largest residual lies, in words; empty if it is spread.
+        is_isolated: whether a second discretization found no solution near this one.
         jump: where a coefficient of the highest derivatives jumps, in words; empty if none does.
         noise: relative misfit of measured data, 0 without data; equations cannot hold much better
             than these where both are in the loss.
@@ -121,6 +127,7 @@ class PDEVerdict:
     loose: tuple[str, ...] = ()
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
+    is_isolated: bool = False
     concentrated: str = ""
     jump: str = ""
     noise: float = 0.0
@@ -156,10 +163,16 @@ class PDEVerdict:
         """Return True if a run ended where the noise of its data lets equations hold no better."""
         return self.stuck and self.relative <= THRESHOLDS.below_noise * self.noise
 
+    @property
+    def _is_torn_by_data(self) -> bool:
+        """Return True if a run is stuck between equations and measurements that do not agree."""
+        return self.name is Outcome.STALLED and self.noise >= self.relative
+
     def _judge_error(self) -> Outcome:
         """Return the verdict on an error, where residuals are small."""
         error = self.estimated or 0.0
-        if self.loose or self.is_excited or self.jump or error > THRESHOLDS.doubtful_error:
+        is_open = self.loose or self.is_excited or self.jump or self.is_isolated
+        if is_open or error > THRESHOLDS.doubtful_error:
             return Outcome.DOUBTFUL
         if error > THRESHOLDS.accurate_error:
             return Outcome.INACCURATE
@@ -201,24 +214,33 @@ class PDEVerdict:
             return f"{residuals}{self._accuracy}"
         if name is Outcome.INACCURATE:
             return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
-        if self._open_quantities:
-            return f"{residuals}, but the conditions do not determine {self._open_quantities}"
-        if name is Outcome.DOUBTFUL and self.is_excited:
-            return f"{residuals}, but {_EXCITED}"
         if name is Outcome.DOUBTFUL:
-            error = f"the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
-            return f"{residuals}, and {error}"
+            return f"{residuals}, {self._doubt}"
         if self.concentrated:
             residuals += f", most of it in {self.concentrated}"
+        if self._is_torn_by_data:
+            residuals += f", and measurements are missed by {self.noise:.1g}"
         if name is Outcome.STALLED:
             return f"at a loss of {self.fresh_loss:.1e} {residuals}"
         return residuals
 
     @property
+    def _doubt(self) -> str:
+        """Why small residuals are not enough."""
+        if self._open_quantities:
+            return f"but the conditions do not determine {self._open_quantities}"
+        if self.is_excited:
+            return f"but {_EXCITED}"
+        if self.is_isolated:
+            return f"but {_ISOLATED}"
+        return f"and the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
+
+    @property
     def _accuracy(self) -> str:
         """Return what is known of the error of a run that converged."""
         if self._is_below_noise:
-            return f", well below the misfit of the data, {self.noise:.1g}"
+            misfit = f", well below the misfit of the data, {self.noise:.1g}"
+            return f"{misfit}; the error is unknown"
         if self.estimated is None:
             return f"; the error is unknown{self._states}"
         return f" (the error is estimated as {self.estimated:.1g}{self._losses}{self._states})"
@@ -263,6 +285,8 @@ class PDEVerdict:
             return self._improvement
         if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
             return f". {_TINY_SOLUTION}"
+        if self._is_torn_by_data:
+            return f". {_DISAGREEMENT}"
         if self.concentrated and not self.ended_early:
             return f". {_CONCENTRATED_REMEDY}"
         return f". {_REMEDIES[self.name]}"
