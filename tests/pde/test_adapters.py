@@ -193,5 +193,48 @@ def test_what_pina_cannot_give_is_refused() -> None:
     with pytest.raises(PullbackError, match="has no points"):
         pina_objective(solver)
     solver.problem.unknown_parameters = {"k": torch.ones(1)}
+    solver.problem.discretised_domains = {"interval": torch.ones(2, 1)}
     with pytest.raises(PullbackError, match="unknown parameters"):
         pina_objective(solver)
+
+
+def measure(x: Tensor) -> Tensor:
+    """Data: half of sin πx, so that −k u'' = π² sin πx has k = 2."""
+    return 0.5 * torch.sin(pi * x)
+
+
+def test_variables_of_deepxde_are_trained() -> None:
+    conductivity = torch.tensor(1.0, requires_grad=True)
+
+    class InverseData(Data):
+        def losses(
+            self, targets: Any, outputs: Tensor, loss_fn: Any, inputs: Tensor, model: Any
+        ) -> list[Tensor]:
+            flux = conductivity * second_derivative(outputs, inputs)
+            residual = flux + pi**2 * torch.sin(pi * inputs)
+            return [loss_fn(None, residual), loss_fn(None, outputs - measure(inputs))]
+
+    model = Model(pde.mlp(1, 8, 1, seed=0), [1.0, 100.0])
+    model.data = InverseData()
+    model.external_trainable_variables = [conductivity]
+    train_deepxde(model, steps=60)
+    assert abs(conductivity.item() - 2.0) < 1e-4
+    assert conductivity.is_leaf
+    assert conductivity.requires_grad
+
+
+def test_unknown_parameters_of_pina_are_trained() -> None:
+    class Scaled:
+        def residual(self, inputs: Tensor, outputs: Tensor, params: Any) -> Tensor:
+            flux = params["k"] * second_derivative(outputs, inputs)
+            return flux + pi**2 * torch.sin(pi * inputs)
+
+    solver = Solver(pde.mlp(1, 8, 1, seed=0), {"ends": 100.0})
+    x = torch.linspace(0, 1, 12)[:, None]
+    data = SimpleNamespace(input=x, target=measure(x))
+    inside = SimpleNamespace(domain="interval", equation=Scaled())
+    solver.problem.conditions = {"inside": inside, "ends": data}
+    conductivity = nn.Parameter(torch.ones(1))
+    solver.problem.unknown_parameters = {"k": conductivity}
+    train_pina(solver, steps=60)
+    assert abs(conductivity.item() - 2.0) < 1e-4

@@ -82,7 +82,7 @@ class AutogradLinearization(Linearization):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is None:
                     gradient = parameter.new_zeros(size, *parameter.shape)
-                columns.append(gradient.detach().flatten(1))
+                columns.append(gradient.detach().reshape(size, -1))  # a number has no dimensions
             rows.append(torch.cat(columns, 1))
         return torch.cat(rows).to(self.space.dtype)
 

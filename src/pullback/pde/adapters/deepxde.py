@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..._core.errors import PullbackError
-from ...optim import NaturalGradient, Objective, Squares
-from ...solvers import PseudoInverse
-from ...steps import TargetRatio
+from ...optim import Objective, Squares
 from ..arguments import is_integer, require
 from .autograd_map import AutogradMap
+from .training import NetworkWithUnknowns, train
 
 
 def deepxde_objective(model: Any) -> Objective:
@@ -35,29 +35,44 @@ def deepxde_objective(model: Any) -> Objective:
     Raises:
         PullbackError: for a network of another backend, and for trainable variables beside it.
     """
-    if not isinstance(getattr(model, "net", None), torch.nn.Module):
-        raise PullbackError(
-            "The model has no network of PyTorch",
-            f"model.net is {type(getattr(model, 'net', None)).__name__}",
-            "Choose the backend before the import: DDE_BACKEND=pytorch",
-        )
-    if getattr(model, "external_trainable_variables", None):
+    residuals = DeepXDEResiduals(model)
+    if _get_variables(model):
         raise PullbackError(
             "The model has trainable variables beside its network",
             "these are no parameters of the network",
-            "State the inverse problem as a pullback.pde.Problem with unknowns=",
+            "Use train_deepxde(model), which trains both",
         )
-    return Objective([Squares(AutogradMap(DeepXDEResiduals(model)))])  # pyright: ignore[reportArgumentType]
+    return Objective([Squares(AutogradMap(residuals))])  # pyright: ignore[reportArgumentType]
+
+
+def _get_variables(model: Any) -> list[Tensor]:
+    return list(getattr(model, "external_trainable_variables", None) or [])
 
 
 class DeepXDEResiduals:
     """The weighted residuals of a model, as a function of its network's parameters."""
 
     def __init__(self, model: Any) -> None:
+        if not isinstance(getattr(model, "net", None), torch.nn.Module):
+            raise PullbackError(
+                "The model has no network of PyTorch",
+                f"model.net is {type(getattr(model, 'net', None)).__name__}",
+                "Choose the backend before the import: DDE_BACKEND=pytorch",
+            )
         self._model = model
         parameter = next(model.net.parameters())
         data = model.data
         self._inputs = torch.as_tensor(data.train_x, dtype=parameter.dtype, device=parameter.device)
+
+    def evaluate(self, params: dict[str, Tensor], unknowns: Sequence[Tensor]) -> Tensor:
+        """Return the residuals of these values of the model's variables.
+
+        The equations read the variables themselves: copied into one, the value of an unknown
+        becomes part of the graph.
+        """
+        for variable, unknown in zip(_get_variables(self._model), unknowns, strict=True):
+            variable.detach_().copy_(unknown)
+        return self(params)
 
     def __call__(self, params: dict[str, Tensor]) -> Tensor:
         """Return all residuals, (n,); the sum of their squares is Σ weight · mean residual²."""
@@ -86,11 +101,12 @@ def _clear_derivatives() -> None:
 
 
 def train_deepxde(model: Any, steps: int = 100, **options: Any) -> list[float]:
-    """Take so many natural gradient steps; the network of the model changes in place.
+    """Take so many natural gradient steps; network and variables of the model change in place.
 
     Args:
         model: a `dde.Model` with a network of PyTorch, in float64 if it is to be accurate
-            (`dde.config.set_default_float("float64")` before it is built).
+            (`dde.config.set_default_float("float64")` before it is built). Its
+            `external_trainable_variables` are trained too.
         steps: how many.
         options: of `NaturalGradient`, such as solver= and step=.
 
@@ -98,7 +114,6 @@ def train_deepxde(model: Any, steps: int = 100, **options: Any) -> list[float]:
         The loss before every step.
     """
     require(is_integer(steps, 1), "steps=", steps, "Use an integer ≥ 1")
-    objective = deepxde_objective(model)
-    stages = {"solver": PseudoInverse(), "step": TargetRatio(), **options}
-    optimizer = NaturalGradient(model.net, **stages)
-    return [optimizer.step(objective=objective).loss for _ in range(steps)]
+    residuals = DeepXDEResiduals(model)
+    module = NetworkWithUnknowns(model.net, _get_variables(model))
+    return train(module, residuals.evaluate, steps, options)

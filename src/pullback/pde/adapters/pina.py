@@ -7,6 +7,7 @@ losses = train_pina(solver, steps=100)
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..._core.errors import PullbackError
-from ...optim import NaturalGradient, Objective, Squares
-from ...solvers import PseudoInverse
-from ...steps import TargetRatio
+from ...optim import Objective, Squares
 from ..arguments import is_integer, require
 from .autograd_map import AutogradMap
+from .training import NetworkWithUnknowns, train
 
 
 def pina_objective(solver: Any) -> Objective:
@@ -32,10 +32,21 @@ def pina_objective(solver: Any) -> Objective:
         solver: with one model; the weights of its `ScalarWeighting` count.
 
     Raises:
-        PullbackError: without a model, before the domains are discretised, for unknown parameters,
-            for weights that change, and for a loss that is no mean square.
+        PullbackError: without a model, before the domains are discretised, for weights that change,
+            for a loss that is no mean square, and for unknown parameters, which `train_pina` takes.
     """
-    return Objective([Squares(AutogradMap(PINAResiduals(solver)))])  # pyright: ignore[reportArgumentType]
+    residuals = PINAResiduals(solver)
+    if _get_unknowns(solver):
+        raise PullbackError(
+            "The problem has unknown parameters",
+            "these are no parameters of the model",
+            "Use train_pina(solver), which trains both",
+        )
+    return Objective([Squares(AutogradMap(residuals))])  # pyright: ignore[reportArgumentType]
+
+
+def _get_unknowns(solver: Any) -> dict[str, Tensor]:
+    return dict(getattr(solver.problem, "unknown_parameters", None) or {})
 
 
 class PINAResiduals:
@@ -55,13 +66,23 @@ class PINAResiduals:
 
     def __call__(self, params: dict[str, Tensor]) -> Tensor:
         """Return all residuals, (n,); the sum of their squares is Σ weight · mean residual²."""
+        return self._compute(params, None)
+
+    def evaluate(self, params: dict[str, Tensor], unknowns: Sequence[Tensor]) -> Tensor:
+        """Return the residuals of these values of the problem's unknown parameters."""
+        if not unknowns:
+            return self(params)
+        names = _get_unknowns(self._solver)
+        return self._compute(params, dict(zip(names, unknowns, strict=True)))
+
+    def _compute(self, params: dict[str, Tensor], unknowns: Mapping[str, Tensor] | None) -> Tensor:
         model_params = {self._prefix + name: p for name, p in params.items()}
         columns = []
         for name, condition in self._conditions.items():
             inputs = self._inputs[name].detach().clone().requires_grad_()
             outputs = functional_call(self._solver, model_params, (inputs,))
             if hasattr(condition, "equation"):
-                residual = condition.equation.residual(inputs, outputs, None)
+                residual = condition.equation.residual(inputs, outputs, unknowns)
             else:
                 residual = outputs - condition.target.to(outputs)
             residual = residual.as_subclass(Tensor).flatten()
@@ -77,12 +98,6 @@ def _refuse_unusable(solver: Any) -> None:
             "The solver has no problem with one model",
             f"got {type(solver).__name__}",
             "Pass a solver such as pina.solver.PINN(problem, model)",
-        )
-    if getattr(problem, "unknown_parameters", None):
-        raise PullbackError(
-            "The problem has unknown parameters",
-            "these are no parameters of the model",
-            "State the inverse problem as a pullback.pde.Problem with unknowns=",
         )
     if not isinstance(solver.loss, nn.MSELoss):
         raise PullbackError(
@@ -129,10 +144,11 @@ def _read_weights(solver: Any) -> dict[str, float]:
 
 
 def train_pina(solver: Any, steps: int = 100, **options: Any) -> list[float]:
-    """Take so many natural gradient steps; the model of the solver changes in place.
+    """Take so many natural gradient steps; model and unknown parameters change in place.
 
     Args:
         solver: of PINA, with one model, in float64 if it is to be accurate (`model.double()`).
+            Unknown parameters of its problem are trained too; their domain is not enforced.
         steps: how many.
         options: of `NaturalGradient`, such as solver= and step=.
 
@@ -140,7 +156,6 @@ def train_pina(solver: Any, steps: int = 100, **options: Any) -> list[float]:
         The loss before every step.
     """
     require(is_integer(steps, 1), "steps=", steps, "Use an integer ≥ 1")
-    objective = pina_objective(solver)
-    stages = {"solver": PseudoInverse(), "step": TargetRatio(), **options}
-    optimizer = NaturalGradient(solver.model, **stages)
-    return [optimizer.step(objective=objective).loss for _ in range(steps)]
+    residuals = PINAResiduals(solver)
+    module = NetworkWithUnknowns(solver.model, list(_get_unknowns(solver).values()))
+    return train(module, residuals.evaluate, steps, options)
