@@ -607,3 +607,19 @@ def test_a_checkpoint_of_a_longer_loader(tmp_path: Path, monkeypatch) -> None:
         fit(case, [case.data, case.data, broken], checkpoint=tmp_path / "state")
     with pytest.raises(PullbackError, match="has 2 batches, and the loader yielded 1"):
         fit(case, [case.data], checkpoint=tmp_path / "state")
+
+
+@pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss])
+def test_losses_of_torch_are_told_their_likelihood(likelihood) -> None:
+    with pytest.raises(PullbackError, match=r"Categorical\(\) for a cross entropy"):
+        fit(make_case("mlp"), likelihood=likelihood)
+
+
+def test_a_model_in_place_of_what_fit_returned() -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="Call fit"):
+        pb.curvature.fit([case.data], case.model, likelihood=case.likelihood)
+    with pytest.raises(PullbackError, match="Pass what fit returned"):
+        pb.curvature.laplace(case.model)
+    with pytest.raises(PullbackError, match="Pass what fit returned"):
+        pb.curvature.influence(case.model, [case.data], [case.data])

@@ -59,7 +59,7 @@ class Checkpoint:
         self._files: list[Path] = []
 
     def restore(self, data_pass: DataPass) -> PassState:
-        """Put a pass back to where its file says, and return how far that is.
+        """Load a pass from its file, and return how many batches it contains.
 
         The sums of a complete pass are those of all processes. Where another process was stopped
         before it wrote them too, this one starts the pass again.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.errors import require
 from .capture import BatchTangent, GradientBlock
 from .checks import refuse_inference_mode, refuse_nonfinite, refuse_other_outputs
 from .curvature import Curvature
@@ -31,6 +32,9 @@ class GradientReader:
     """Per-sample gradients of a curvature's model, in the blocks of the curvature."""
 
     def __init__(self, curvature: Curvature) -> None:
+        require(
+            isinstance(curvature, Curvature), "The curvature", curvature, "Pass what fit returned"
+        )
         refuse_inference_mode()
         curvature.check_model()
         self._curvature = curvature

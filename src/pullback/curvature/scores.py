@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from .._core.checks import require_number
-from .._core.errors import PullbackError, require
+from .._core.errors import PullbackError
 from ..solvers import Relative
 from .capture import GradientBlock
 from .curvature import Curvature, Damping, invert, resolve_block_damping
