@@ -139,8 +139,8 @@ def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
         raise PullbackError(
             "The model's output is a single number",
             "it has no batch axis, so there are no samples to average over",
-            "Return one value per sample; with Lightning give the optimizer the network that "
-            "training_step calls, not the LightningModule",
+            "Return one value per sample, such as (outputs, loss); with Lightning give the "
+            "optimizer the network that training_step calls, not the LightningModule",
         )
     unsupported_type = _describe_unsupported_type(z)
     if unsupported_type is not None:

@@ -70,6 +70,15 @@ def test_an_index_of_an_output_that_is_one_tensor() -> None:
         train(kfac(model, output=0), model)
 
 
+def test_a_layer_that_was_replaced() -> None:
+    model = net()
+    opt = kfac(model, statistics_every=1)
+    train(opt, model)
+    model[0] = nn.Linear(*model[0].weight.shape[::-1])
+    with refused("saw no layer", "held other parameters", "Build the optimizer again"):
+        train(opt, model)
+
+
 def built(**options: Any) -> Any:
     return kfac(net(), **options)
 

@@ -94,11 +94,13 @@ class Obstacle(IntEnum):
                 "forward. If it is compiled, give KFAC the compiled module: "
                 "KFAC(torch.compile(model))"
             )
+        if self is Obstacle.OTHER_PARAMETERS:
+            remedy += ". Build the optimizer again where layers or parameters were replaced"
         return remedy
 
 
 _DESCRIPTIONS = {
-    Obstacle.NOT_CALLED: "the model was not called",
+    Obstacle.NOT_CALLED: "the model was not called, or it returned no tensor",
     Obstacle.OTHER_PARAMETERS: "the model was called inside a transform of torch.func, or held "
     "other parameters than the optimizer's",
     Obstacle.WITHOUT_GRADIENTS: "the model was called without gradients",
