@@ -203,7 +203,9 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
         outcome = Outcome.UNRELIABLE
     elif evidence.stop_reason in (StopReason.NOT_FINITE, StopReason.NO_STEP):
         outcome = Outcome.DIVERGED
-    elif _is_falling(evidence, falling, v_score, limits) or (v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits)):
+    elif _is_falling(evidence, falling, v_score, limits) or (
+        v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits)
+    ):
         outcome = Outcome.UNFINISHED
     elif _is_above_mean(final, evidence.mean_energy, limits):
         outcome = Outcome.STALLED
