@@ -66,7 +66,8 @@ class ParameterRole:
             `split_axis`: `(rows,)` for a single matrix, `(n, n, n)` for fused queries, keys and
             values, and empty for embeddings and vectors.
         split_axis: the axis of the parameter that counts rows, that is outputs: 0 for `nn.Linear`,
-            1 for `x @ w`.
+            1 for `x @ w`. Where rows take several axes, as heads and their features may in an
+            `einsum`, it is one of them, and `split` counts all rows.
         reason: what shows the role, in words.
         is_used: whether the forward pass used the parameter.
         is_computed_from: whether a layer's weight is computed from it, so that it has no block.
