@@ -294,22 +294,8 @@ class BlockStates:
         for key, block in self.blocks.items():
             if not block.is_ready or block.is_absent or key.names[0] not in group_numbers:
                 continue
-            number = group_numbers[key.names[0]]
-            form: Any = (id(block.rule), number, block.born, block.state.form)
-            if block.rule.is_elementwise:
-                is_large = block.shape.size[1] > _LIMITS.concatenated
-                if is_large:
-                    names = key.names
-                else:
-                    names = ()
-                form = (id(block.rule), number, block.born, block.shape.device, block.shape.dtype)
-                form += names
-            elif key.kronecker:
-                shapes = tuple(templates[n].shape for n in key.names)
-                form += (key.bias, key.is_transposed, shapes, block.shape.size)
-            else:
-                form += (key.kind, len(key.names))
-            groups.setdefault(form, []).append(block)
+            common = (id(block.rule), group_numbers[key.names[0]], block.born)
+            groups.setdefault((*common, *_stack_form(block, templates)), []).append(block)
         self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
         if any(stack.rule.cuda_graph for stack in self._stacks):
             self._graph = DirectionGraph(self._stacks)
@@ -342,6 +328,20 @@ class BlockStates:
             directions |= stack.split(pieces)
             stacked += pieces
         return directions, stacked
+
+
+def _stack_form(block: Block, templates: Tensors) -> tuple[Any, ...]:
+    """Return what blocks of one rule, group and age must have in common to be stacked."""
+    key = block.key
+    shape = block.shape
+    if block.rule.is_elementwise:
+        if shape.size[1] > _LIMITS.concatenated:
+            return (shape.device, shape.dtype, *key.names)
+        return (shape.device, shape.dtype)
+    if key.kronecker:
+        shapes = tuple(templates[name].shape for name in key.names)
+        return (block.state.form, key.bias, key.is_transposed, shapes, shape.size)
+    return (block.state.form, key.kind, len(key.names))
 
 
 def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dict[str, Tensor]:
