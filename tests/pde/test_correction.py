@@ -443,3 +443,22 @@ def test_what_conditions_leave_open(problem: pde.Problem, is_determined: bool) -
         assert profile.error == pytest.approx(true, rel=0.1)
     else:
         assert profile.error == math.inf
+
+
+def test_polynomials_where_an_integrator_cannot_begin() -> None:
+    """(x²u')' = −x², in the center of a ball, has the solution 1 − x²/6."""
+    interval = pde.Interval(0, 2)
+    center = interval.face("x", "low")
+    problem = pde.Problem(
+        interval,
+        [
+            pde.Equation(lambda u, x: x * u.xx + 2 * u.x + x),
+            pde.Dirichlet(1.0, on=center),
+            pde.Neumann(0.0, on=center),
+        ],
+        exact=lambda x: 1 - x**2 / 6,
+    )
+    solution = pde.PDESolution(problem, Given(lambda x: 1 - x**2 / 6 + 1e-6 * x**4), pde.History())
+    estimate = solution.check().estimate
+    assert estimate is not None
+    assert estimate.error == pytest.approx(solution.error, rel=0.1)

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -266,10 +267,21 @@ class PDESolution:
             return None
 
     def _compare_discretizations(self) -> ErrorProfile | None:
-        """Return the error by an integrator or by polynomials, None where neither is possible."""
-        profile = compare_with_integration(
-            self.problem, self.unknowns, lambda times: self(times[:, None])
-        )
+        """Return the error by an integrator or by polynomials, None where neither is possible.
+
+        An integrator cannot begin where the highest derivative has the factor 0, as in the center
+        of a ball. There, polynomials may do.
+        """
+        try:
+            profile = compare_with_integration(
+                self.problem, self.unknowns, lambda times: self(times[:, None])
+            )
+        except IntegrationFailed:
+            with suppress(CorrectionFailed):
+                profile = correct_solution(self.problem, self.network, self.unknowns)
+                if profile is not None and is_resolved(profile):
+                    return profile
+            raise
         if profile is not None:
             return profile
         return correct_solution(self.problem, self.network, self.unknowns)
