@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pullback import PullbackError, vmc
 from pullback.testing import assert_close
 from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
-from pullback.vmc.energies import find_distinct_rows
+from pullback.vmc.energies import find_distinct_rows, measure_frustration
 from pullback.vmc.networks import log_cosh, sum_log_cosh
 from tests.vmc.states import KINDS, amplitudes, make_network
 from tests.vmc.test_hamiltonians import rotated_chain
@@ -108,6 +108,20 @@ def test_samples_that_are_no_configurations_are_refused(samples: Tensor) -> None
     hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(4))
     with pytest.raises(PullbackError, match="not configurations"):
         vmc.compute_local_energies(hamiltonian, make_evaluator(make_network("real", 4)), samples)
+
+
+@pytest.mark.parametrize("network_name", KINDS)
+@pytest.mark.parametrize("hamiltonian", HAMILTONIANS, ids=repr)
+def test_frustration(hamiltonian: vmc.Hamiltonian, network_name: str) -> None:
+    """Σ |t| + Re t over t = H(s, s') ψ(s')/ψ(s) off the diagonal of the dense matrix."""
+    network = make_network(network_name, hamiltonian.sites)
+    basis = vmc.enumerate_configurations(hamiltonian.sites)
+    psi = amplitudes(network, basis).detach()
+    matrix = hamiltonian.dense().to(psi.dtype)
+    terms = (matrix - matrix.diagonal().diag()) * psi / psi[:, None]
+    want = float((terms.abs() + terms.real).sum()) / len(basis)
+    measured = measure_frustration(hamiltonian, make_evaluator(network), basis)
+    assert measured == pytest.approx(want, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.complex64])

@@ -526,7 +526,23 @@ def test_steps_that_were_too_short_to_move_the_state_are_unfinished() -> None:
     assert "lr=" in verdict.text
 
 
-def test_a_converged_state_with_a_phase_may_be_an_excited_one() -> None:
+def test_an_eigenstate_with_other_signs_may_be_an_excited_one() -> None:
     converged = evidence([-10.0] * 40, -10.0, vmc.StopReason.ALL_STEPS)
-    assert "excited" not in judge(converged).text
-    assert "excited" in judge(replace(converged, has_phase=True)).text
+    assert judge(converged).outcome is vmc.Outcome.CONVERGED
+    verdict = judge(replace(converged, frustration=0.5))
+    assert verdict.outcome is vmc.Outcome.EIGENSTATE
+    assert "excited" in verdict.text
+
+
+def test_an_excited_eigenstate_is_not_converged() -> None:
+    """Without the sign rule a ring of six has its ground state at momentum π.
+
+    A state that is invariant under translations ends as an eigenstate above it.
+    """
+    lattice = vmc.Chain(6)
+    torch.manual_seed(0)
+    network = vmc.Convolutional(lattice, 4, 2, 3, phase=True).double()
+    result = vmc.minimize(
+        vmc.Heisenberg(lattice, sign_rule=False), network, steps=100, samples=200, progress=False
+    )
+    assert result.verdict.outcome is not vmc.Outcome.CONVERGED, result.stopped

@@ -85,6 +85,23 @@ def _compute_chunk_energies(
     return LocalEnergies(values, len(distinct.rows), len(connected))
 
 
+def measure_frustration(hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor) -> float:
+    """The mean of Σ |t| + Re t over the terms t = H(s, s') ψ(s')/ψ(s) with s' ≠ s.
+
+    It is zero where all terms are negative. Then |ψ| has the same energy under the Hamiltonian
+    whose off-diagonal elements are −|H(s, s')|, of which no state is lower than the lowest of H.
+    """
+    connections = hamiltonian.connections(samples)
+    is_other = (connections.configurations != samples[:, None]).any(-1)
+    is_other &= connections.elements != 0
+    row = is_other.nonzero()[:, 0]
+    log_psi = evaluator.log_psi(torch.cat([samples, connections.configurations[is_other]]))
+    log_psi = log_psi.to(torch.complex128)
+    log_ratio = log_psi[len(samples) :] - log_psi[: len(samples)][row]
+    terms = connections.elements[is_other] * log_ratio.exp()
+    return float((terms.abs() + terms.real).sum()) / len(samples)
+
+
 @dataclass(frozen=True)
 class DistinctRows:
     """The distinct rows of a matrix of ±1, and where each row of the matrix is among them."""

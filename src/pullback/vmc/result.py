@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Result:
             saved["v_score"],
             saved["falling"],
             saved["sector"],
-            saved["has_phase"],
+            saved.get("frustration", math.nan),
         )
         fresh = None
         if state.get("fresh") is not None:

@@ -26,7 +26,7 @@ from ..steps import Spring, Step
 from .amplitude import EvaluationOptions, Evaluator, LogAmplitude
 from .checkpoint import FORMAT
 from .closure import EnergyClosure
-from .energies import compute_local_energies
+from .energies import compute_local_energies, measure_frustration
 from .hamiltonians import Hamiltonian, estimate_mean_energy
 from .history import History
 from .momentum import adaptive_step
@@ -56,6 +56,8 @@ class Pace:
     measured_length: int = 64
     #: samples of every fresh chain that the measured energy is compared with
     fresh_length: int = 8
+    #: samples that the signs of ψ are compared at: enough to see one in a hundred
+    sign_samples: int = 256
 
 
 @dataclass(frozen=True)
@@ -362,12 +364,15 @@ class Minimization:
         fresh_chains = self._start_chains(seed + 2 * 7919, sampler, fewer * pace.fresh_length)
         statistics = None
         fresh = None
+        frustration = math.nan
         samples = chains.configurations
         try:
             batch = self._draw_batch(chains)
             fresh = self._draw_batch(fresh_chains).statistics
             statistics = batch.statistics
             samples = batch.samples
+            few = samples[:: -(-len(samples) // pace.sign_samples)]
+            frustration = measure_frustration(self.hamiltonian, self._evaluator, few)
         except UndefinedAmplitude:
             reason = StopReason.NOT_FINITE
         frozen_share = float((chains.accepted_by_chain == 0).double().mean())
@@ -379,8 +384,8 @@ class Minimization:
             frozen_share=frozen_share,
             sites=self.hamiltonian.sites,
             sector=chains.magnetization,
-            has_phase=self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
             mean_energy=self._mean_energy,
+            frustration=frustration,
         )
         verdict = self._processes.broadcast_object(judge(evidence))
         if statistics is None:

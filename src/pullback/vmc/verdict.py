@@ -26,6 +26,7 @@ class Outcome(Enum):
     """The verdict in a word."""
 
     CONVERGED = "converged"
+    EIGENSTATE = "eigenstate"
     UNFINISHED = "unfinished"
     STALLED = "stalled"
     UNRELIABLE = "unreliable"
@@ -58,6 +59,9 @@ class VerdictLimits:
     #: N·variance/(energy − mean energy)², below which a state counts as an eigenstate: good
     #: variational states of hard problems are between 1e-5 and 1e-3
     v_score: float = 1e-3
+    #: share of the energy with other signs than those of a lowest state, above which an eigenstate
+    #: may be an excited one: as far below as `v_score` is, the energy is right to that share
+    frustration: float = 1e-3
     #: R̂ of the energy above which chains have not mixed; 1.1 is Gelman and Rubin's own
     rhat: float = 1.1
     #: R̂ of the energy above which short fresh chains are in different parts of the configurations:
@@ -90,15 +94,16 @@ class VMCVerdict:
 
     Attributes:
         stop_reason: why the steps ended.
-        outcome: converged, unfinished, stalled, unreliable or diverged.
+        outcome: converged, eigenstate, unfinished, stalled, unreliable or diverged.
         chain_problem: why the samples cannot be trusted, where they cannot.
         v_score: sites·variance/(energy − mean)², zero for an eigenstate. The mean is that of all
             energies, tr H over the number of states: a constant added to H changes nothing.
             Infinite for a level energy above the mean, which is no ground state.
         falling: energy that the last quarter of the steps gained.
         sector: Σ s of all samples, where it is conserved.
-        has_phase: whether ψ may have signs. Without them a state of no variance is the ground
-            state of its sector, where all off-diagonal elements of H are negative.
+        frustration: energy that terms H(s, s') ψ(s')/ψ(s) with s' ≠ s miss by not being negative,
+            over |energy − mean|. An eigenstate without any is the lowest of its sector
+            (Perron–Frobenius); with it, an excited state cannot be told from the lowest.
     """
 
     stop_reason: StopReason
@@ -107,7 +112,7 @@ class VMCVerdict:
     v_score: float
     falling: float
     sector: int | None
-    has_phase: bool = False
+    frustration: float = 0.0
 
     @property
     def name(self) -> str:
@@ -140,10 +145,11 @@ class VMCVerdict:
             return (
                 f"{sentence}, too large for an eigenstate, and the energy falls no more. {remedy}"
             )
-        if self.has_phase:
+        if self.outcome is Outcome.EIGENSTATE:
             return (
-                f"{sentence}. A state with a phase may be an excited one: compare other seeds and "
-                "sectors"
+                f"{sentence}, as of an eigenstate. It may be an excited one: terms with other "
+                f"signs than those of a lowest state make {self.frustration:.1%} of the energy. "
+                "Compare other seeds, sectors and symmetries"
             )
         return sentence
 
@@ -160,8 +166,8 @@ class Evidence:
         frozen_share: chains of the final energy that accepted no proposal.
         sites: number of spins.
         sector: Σ s of all samples, where it is conserved.
-        has_phase: whether ψ may have signs.
         mean_energy: tr H over the number of states.
+        frustration: mean of Σ |t| + Re t over the terms t = H(s, s') ψ(s')/ψ(s) with s' ≠ s.
     """
 
     stop_reason: StopReason
@@ -171,8 +177,8 @@ class Evidence:
     frozen_share: float
     sites: int
     sector: int | None
-    has_phase: bool = False
     mean_energy: float = 0.0
+    frustration: float = 0.0
 
 
 def compute_v_score(sites: int, energy: float, variance: float, mean_energy: float) -> float:
@@ -194,26 +200,27 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
             math.nan,
             math.nan,
             evidence.sector,
-            evidence.has_phase,
+            math.nan,
         )
     v_score = compute_v_score(evidence.sites, final.energy, final.variance, evidence.mean_energy)
+    frustration = evidence.frustration / max(abs(final.energy - evidence.mean_energy), 1e-150)
     falling = _compute_fall(evidence.history, limits)
     problem = _find_chain_problem(evidence, final, limits)
     if problem is not None:
         outcome = Outcome.UNRELIABLE
     elif evidence.stop_reason in (StopReason.NOT_FINITE, StopReason.NO_STEP):
         outcome = Outcome.DIVERGED
-    elif _is_falling(evidence, falling, v_score, limits) or (
-        v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits)
-    ):
+    elif _can_fall_further(evidence, final, falling, v_score, limits):
         outcome = Outcome.UNFINISHED
     elif _is_above_mean(final, evidence.mean_energy, limits):
         outcome = Outcome.STALLED
         v_score = math.inf
-    elif v_score <= limits.v_score:
-        outcome = Outcome.CONVERGED
-    else:
+    elif v_score > limits.v_score:
         outcome = Outcome.STALLED
+    elif frustration > limits.frustration:
+        outcome = Outcome.EIGENSTATE
+    else:
+        outcome = Outcome.CONVERGED
     return VMCVerdict(
         evidence.stop_reason,
         outcome,
@@ -221,7 +228,7 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
         v_score,
         falling,
         evidence.sector,
-        evidence.has_phase,
+        frustration,
     )
 
 
@@ -265,6 +272,19 @@ def _compute_fall(history: History, limits: VerdictLimits) -> float:
     before = math.fsum(history.energy[-2 * quarter : -quarter]) / quarter
     after = math.fsum(history.energy[-quarter:]) / quarter
     return before - after
+
+
+def _can_fall_further(
+    evidence: Evidence,
+    final: EnergyStatistics,
+    falling: float,
+    v_score: float,
+    limits: VerdictLimits,
+) -> bool:
+    """Return True if the energy still falls, or had no time to."""
+    if _is_falling(evidence, falling, v_score, limits):
+        return True
+    return v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits)
 
 
 def _has_hardly_moved(history: History, final: EnergyStatistics, limits: VerdictLimits) -> bool:
