@@ -36,6 +36,9 @@ class GradientReader:
             isinstance(curvature, Curvature), "The curvature", curvature, "Pass what fit returned"
         )
         refuse_inference_mode()
+        require(
+            isinstance(curvature, Curvature), "The curvature", curvature, "Pass what fit returned"
+        )
         curvature.check_model()
         self._curvature = curvature
         self._parameters = curvature.parameters
