@@ -153,9 +153,8 @@ class ErrorField:
         }
         system = _linearize(problem, trial, params, weights)
         directions = SeenDirections.of(system.rows)
-        reach = (
-            system.tangents @ directions.v / directions.s
-        )  # the fields of each singular direction
+        # the fields that each singular direction moves, for a residual of norm 1
+        reach = system.tangents @ directions.v / directions.s
         coefficients = directions.u.T @ system.residuals
         stability = _spectral_norm(reach)
         unseen_move = _spectral_norm(system.tangents @ directions.unseen)

@@ -239,10 +239,9 @@ class Strategy:
                 return self._finish(first)
             return self._march(first) or self._finish(first)
         best = self._find_beginning(first)
-        marched = None
         if best.is_creeping and self._can_march:
-            marched = self._march(best)
-        return marched or self._finish(best)
+            return self._march(best) or self._finish(best)
+        return self._finish(best)
 
     @property
     def _seconds_spent(self) -> float:
@@ -358,7 +357,6 @@ class Strategy:
 
     def _finish(self, best: Attempt) -> PDESolution:
         """Return the solution of a network after all its steps; the given one gets its values."""
-        marched = None
         solution = best.get_solution()
         if not self._has_ended(solution):
             best.advance(1.0, self._seconds_elsewhere(best) + self._seconds_reserved)
@@ -369,7 +367,9 @@ class Strategy:
             solution.network = self._network
         if self._is_unsolved(solution) and self._can_march:
             marched = self._march(best)
-        return marched or self._describe(solution, best.words)
+            if marched is not None:
+                return marched
+        return self._describe(solution, best.words)
 
     def _try_again(self, best: Attempt) -> Attempt:
         """Return another network after all its steps, where the best is stuck above `tol`.
