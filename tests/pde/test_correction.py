@@ -462,3 +462,15 @@ def test_polynomials_where_an_integrator_cannot_begin() -> None:
     estimate = solution.check().estimate
     assert estimate is not None
     assert estimate.error == pytest.approx(solution.error, rel=0.1)
+
+
+def test_missing_conditions_in_four_dimensions() -> None:
+    """Zero on one face determines no harmonic function, and residuals of zero no error."""
+    box = pde.Box([(0, 1)] * 4)
+    laplace = pde.Equation(lambda u: u.laplacian)
+    for face, is_known in ((box.face("x1", "low"), False), (None, True)):
+        problem = pde.Problem(box, [laplace, pde.Dirichlet(0.0, on=face)])
+        network = pde.mlp(4, 30, 1, seed=0)
+        estimate = pde.PDESolution(problem, network, pde.History()).check().estimate
+        assert estimate is not None
+        assert math.isfinite(estimate.error) == is_known

@@ -56,6 +56,7 @@ class Estimate:
         spread: standard errors of the unknown coefficients, by name; infinite likewise.
         affine: whether the problem is linear; otherwise the error must be small for the tangents'
             estimate to hold.
+        reach: the largest error that tangents explain for residuals of norm 1, 0 where unknown.
         lost_fields: fields that may be zero as far as their errors tell.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         is_isolated: whether a second discretization was tried and found no solution near this one.
@@ -64,6 +65,7 @@ class Estimate:
     error: float
     spread: Mapping[str, float]
     affine: bool
+    reach: float = 0.0
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
     is_isolated: bool = False
@@ -143,6 +145,7 @@ class ErrorField:
         unexplained: that of what the other residuals may add; infinite where directions that no
             residual sees move the fields.
         size: that of the solution.
+        reach: max ‖T δ‖/‖A δ‖, with the root mean square over the domain for ‖T δ‖.
         spread: standard errors of the unknown coefficients, by name.
         corrected: the solution without T δ.
     """
@@ -157,6 +160,7 @@ class ErrorField:
         reach = system.tangents @ directions.v / directions.s
         coefficients = directions.u.T @ system.residuals
         stability = _spectral_norm(reach)
+        self.reach = stability / len(system.tangents) ** 0.5
         unseen_move = _spectral_norm(system.tangents @ directions.unseen)
         if unseen_move > THRESHOLDS.loose_share * _spectral_norm(system.tangents):
             stability = inf
@@ -221,7 +225,7 @@ def estimate_error(
     field = ErrorField(problem, trial, weights)
     error = field.explained**0.5 + field.unexplained**0.5
     relative = error / max(field.size**0.5, THRESHOLDS.smallest_norm)
-    return Estimate(relative, field.spread, affine)
+    return Estimate(relative, field.spread, affine, field.reach)
 
 
 def _count_parameters(network: nn.Module) -> int:
@@ -235,6 +239,7 @@ def _estimate_slabs(
     unknowns = {name: value.item() for name, value in trial.unknowns.items()}
     previous = None
     carried = 0.0
+    reach = 0.0
     squared_error = 0.0
     squared_size = 0.0
     spread: Mapping[str, float] = {}
@@ -244,12 +249,13 @@ def _estimate_slabs(
         piece_trial = Trial(piece, unknowns, next(piece.parameters()))
         field = ErrorField(restricted, piece_trial, weights)
         carried += field.unexplained**0.5
+        reach = max(reach, field.reach)
         squared_error += (end - start) * (field.explained**0.5 + carried) ** 2
         squared_size += (end - start) * field.size
         previous = read_initial_values(field.corrected, time_axis=problem.domain.dim - 1)
         spread = field.spread
     error = (squared_error / max(squared_size, THRESHOLDS.smallest_norm)) ** 0.5
-    return Estimate(error, spread, affine)
+    return Estimate(error, spread, affine, reach)
 
 
 def _linearize(
