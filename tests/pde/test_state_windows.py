@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,7 @@ def test_equations_hold_as_well_as_the_noise_of_data_lets_them() -> None:
     assert judge(0.0).name == "stalled"
     assert judge(0.003).name == "stalled"
     assert judge(0.02, stuck=False).name == "unfinished"
+    assert "misfit" not in replace(judge(0.0), relative=0.0).text
     fitted = judge(0.02)
     assert fitted.name == "converged"
     assert not fitted.alarming

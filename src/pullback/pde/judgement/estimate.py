@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -224,7 +224,9 @@ def estimate_error(
         return _estimate_slabs(problem, trial, network, weights, affine)
     field = ErrorField(problem, trial, weights)
     error = field.explained**0.5 + field.unexplained**0.5
-    relative = error / max(field.size**0.5, THRESHOLDS.smallest_norm)
+    relative = nan  # of zero, which may be one solution of many
+    if field.size > 0:
+        relative = error / field.size**0.5
     return Estimate(relative, field.spread, affine, field.reach)
 
 

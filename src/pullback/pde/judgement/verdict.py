@@ -161,7 +161,8 @@ class PDEVerdict:
     @property
     def _is_below_noise(self) -> bool:
         """Return True if a run ended where the noise of its data lets equations hold no better."""
-        return self.stuck and self.relative <= THRESHOLDS.below_noise * self.noise
+        is_below = self.relative <= THRESHOLDS.below_noise * self.noise
+        return self.stuck and self.noise > 0 and is_below
 
     @property
     def _is_torn_by_data(self) -> bool:
