@@ -27,7 +27,7 @@ VAGUE = frozenset(
 )
 
 #: packages, folders and files that still bind such names; an entry goes when it is clean
-NOT_YET_CLEAN = frozenset({"optim/kfac/statistics", "vmc"})
+NOT_YET_CLEAN = frozenset({"vmc"})
 
 #: public names, such as `every=10` for every tenth step: file ↦ the names that it may bind
 OPTIONS = {

@@ -233,14 +233,15 @@ def _scale_loss(opt: pb.KFAC, model: Any, case: Case) -> None:
 def along(monkeypatch: Any) -> list[bool]:
     """Whether each pass was measured along the user's own, in order."""
     along = []
-    measure = structure.BlockStructure.measure_along
+    measure = structure.BlockStructure.measure_user_pass
 
-    def measure_and_note(self: Any, *args: Any, tried: bool = True) -> bool:
-        is_along = measure(self, *args, tried=tried)
-        along.extend([is_along] * tried)
+    def measure_and_note(self: Any, *args: Any, is_trial: bool = False) -> bool:
+        is_along = measure(self, *args, is_trial=is_trial)
+        if not is_trial:
+            along.append(is_along)
         return is_along
 
-    monkeypatch.setattr(structure.BlockStructure, "measure_along", measure_and_note)
+    monkeypatch.setattr(structure.BlockStructure, "measure_user_pass", measure_and_note)
     return along
 
 
@@ -256,7 +257,7 @@ def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
 
 def _compare(monkeypatch: Any, loop: Any, case: Case, **options: Any) -> None:
     actual = _run(loop, case, **options)
-    monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
+    monkeypatch.setattr(structure.BlockStructure, "measure_user_pass", lambda *_, **__: False)
     want = _run(loop, case, **options)
     assert actual.keys() == want.keys()
     for key, value in want.items():
@@ -368,7 +369,7 @@ def test_autocast(along: list[bool], monkeypatch: Any) -> None:
 
     along_the_pass = sums()
     assert sum(along) == STEPS - 1
-    monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
+    monkeypatch.setattr(structure.BlockStructure, "measure_user_pass", lambda *_, **__: False)
     for key, value in sums().items():
         torch.testing.assert_close(along_the_pass[key], value, rtol=1e-5, atol=1e-8, msg=str(key))
 

@@ -227,11 +227,9 @@ class KFAC(Optimizer):
             self._options,
             self._assignment,
             lambda: Random(f"{seed} {numbers['step']}{rank}").getrandbits(32),
-            several=not processes.is_single,
-            whole=self._params.leaves if self._params.shards else None,
+            gather_params=self._params.leaves if self._params.shards else None,
         )
-        if not processes.is_single:
-            self._capture.completed = partial(_launch_sums, ref(self))  # hooks hold it
+        self._replicas.attach(self._capture, partial(_launch_sums, ref(self)))  # hooks hold it
         self._verdict: DeferredFlags | None = None
         # KFAC gives the warnings itself
         self._memory = ClosureMemory(warned={*ClosureWarning})
@@ -417,7 +415,7 @@ class KFAC(Optimizer):
         """
         if self._has_averaged:
             return
-        self._replicas.average_gradients(self._params, self.param_groups, self._capture.wrapped)
+        self._replicas.average_gradients(self._params, self.param_groups, self._capture.is_wrapped)
         self._has_averaged = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -503,7 +501,7 @@ class KFAC(Optimizer):
         self._capture.structure.partners = partners
         self._capture.structure.bases = self._curvature.bases
         self._capture.reset()
-        self._capture.watch.wants_compiled_calls = self._is_statistics_step
+        self._capture.announce(self._is_statistics_step)
         if self._closed:
             self.close()
 
@@ -531,7 +529,7 @@ class KFAC(Optimizer):
             changed nothing at all.
         """
         self._refuse_unready_step()
-        was_announced = self._capture.watch.wants_compiled_calls
+        was_announced = self._capture.is_announced
         was_wanted = self._capture.wants_statistics
         self._read_verdict()
         self._follow_groups()
@@ -659,7 +657,7 @@ class KFAC(Optimizer):
         if self.grad_scaler is not None:
             scale = float(self.grad_scaler.get_scale())
         # gradients are averaged over processes, and cotangents not yet
-        means = self._capture.take(scale * self._replicas.processes.size)
+        means = self._capture.take_means(scale * self._replicas.processes.size)
         self._skipped = means is None
         if means is None:
             return {}
@@ -841,9 +839,7 @@ class KFAC(Optimizer):
         self._schedule.numbers["step"] += 1
         self._capture.reset()
         is_owed = self._is_late and not pending.is_averaged
-        self._capture.watch.wants_compiled_calls = (
-            self._is_statistics_step or is_owed or self._capture.lacks_block
-        )
+        self._capture.announce(self._is_statistics_step or is_owed or self._capture.lacks_block)
         notes = report.notes_of(self._curvature, self._skipped)
         self._info = replace(self._info, took_statistics=pending.is_averaged, notes=notes)
         if guard.is_good is not None:
@@ -873,10 +869,8 @@ class KFAC(Optimizer):
             self._info = replace(self._info, took_statistics=False, notes=notes)
         if not has_moved:
             numbers["step"] -= 1
-            self._capture.watch.wants_compiled_calls = (
-                self._is_statistics_step or self._capture.lacks_block
-            )
-            if not self._capture.watch.wants_compiled_calls:
+            self._capture.announce(self._is_statistics_step or self._capture.lacks_block)
+            if not self._capture.is_announced:
                 self._capture.clear_pool()  # what was gathered meanwhile is not due after all
             self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
             self._notices.warn_not_finite()

@@ -9,7 +9,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -34,11 +34,11 @@ from .statistics.sums import (
     Layouts,
     Pool,
     SentSums,
+    describe_layout,
     is_broken,
     join_layouts,
-    layout_of,
-    tensors_of,
-    zeros_of,
+    list_sums,
+    make_zeros,
 )
 
 #: blocks with statistics, in an order that all processes have
@@ -71,27 +71,27 @@ def _list_flags(pool: Pool, sent: SentSums | None) -> list[bool]:
     return [not is_broken(pool), pool.calls == 0, is_fresh, is_current]
 
 
-def _measured_layouts(pool: Pool) -> Layouts:
+def _list_layouts(pool: Pool) -> Layouts:
     """Return the shapes of the pooled sums, in an order that all processes have."""
     if is_broken(pool):
         return {}
     keys = sorted(pool.sums, key=lambda key: key.names)
-    return {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
+    return {key: describe_layout(list_sums(pool.sums[key])) for key in keys}
 
 
 def _fill_layout(pool: Pool, key: BlockKey, layout: BlockLayout, parameter: Tensor) -> BlockTensors:
     """Return the tensors of a block's sums, with zeros where this process has none."""
     tensors: BlockTensors = {}
     if not is_broken(pool) and key in pool.sums:
-        tensors = tensors_of(pool.sums[key])
-    if not layout_of(tensors).items() <= layout.items():
+        tensors = list_sums(pool.sums[key])
+    if not describe_layout(tensors).items() <= layout.items():
         tensors = {}  # `sum_statistics` finds out
     filled: BlockTensors = {}
     for at in layout:
         if at in tensors:
             filled[at] = tensors[at]
         else:
-            filled[at] = zeros_of(at, *layout[at], parameter)
+            filled[at] = make_zeros(at, *layout[at], parameter)
     return filled
 
 
@@ -147,6 +147,11 @@ class Replicas:
 
     # --- on the way in: statistics ----------------------------------------------------------------
 
+    def attach(self, capture: StatisticsCapture, launch: Callable[[], None]) -> None:
+        """Let a capture call `launch` in the backward pass, as soon as statistics are complete."""
+        if not self.is_single:
+            capture.on_complete = launch
+
     def average_gradients(self, params: ModelParameters, groups: Groups, is_wrapped: bool) -> None:
         """Average gradients over processes where no wrapper (DDP, FSDP) does."""
         if self.is_single or self._is_wrapped or is_wrapped:
@@ -200,7 +205,7 @@ class Replicas:
         sent = self._sent
         self._sent = None
         pool = capture.pool
-        layouts = _measured_layouts(pool)
+        layouts = _list_layouts(pool)
         facts = (
             layouts, sorted(capture.structure.partners.items()), capture.table.known_roles()
         )  # fmt: skip

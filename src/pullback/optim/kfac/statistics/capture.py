@@ -78,9 +78,8 @@ class StatisticsCapture:
     """Watches a model and, when statistics are due, adds up what the options ask for.
 
     The first forward pass shows the roles of parameters, and the `table` tells which are measured.
-    `counter` gives a number that is another one at each step, for the random draws. Where there are
-    `several` processes, one of them may have no samples. Where parameters are sharded, `whole`
-    gathers them: then every pass is repeated with these.
+    `counter` gives a number that is another one at each step, for the random draws. Where
+    parameters are sharded, `gather_params` returns whole ones: every pass is repeated with them.
     """
 
     def __init__(
@@ -89,20 +88,19 @@ class StatisticsCapture:
         options: Options,
         table: Assignment,
         counter: Callable[[], int],
-        several: bool = False,
-        whole: Callable[[], dict[str, Tensor]] | None = None,
+        gather_params: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
         self.model = model
         self.table = table
         self._options = options
         self._counter = counter
-        self._several = several
-        self._gather = whole
+        self._gather_params = gather_params
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
-        self.wrapped = False
-        #: called where statistics are complete, while the backward pass goes on
-        self.completed: Callable[[], None] | None = None
+        self.is_wrapped = False
+        #: called where statistics are complete, while the backward pass goes on; given where
+        #: processes add theirs up, of which one may have no samples
+        self.on_complete: Callable[[], None] | None = None
         self._syncs = False  # whether the last call's gradients are averaged over processes
         self.pool = Pool()
         self.structure = BlockStructure(options)
@@ -111,7 +109,6 @@ class StatisticsCapture:
         self.choose(table.measured)
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._started_call: StartedCall | None = None
-        #: `due` says that the next forward pass shall give statistics
         self.watch = Watch(self, model)
         self._checks_left = _LIMITS.checks
         self._counted_all = False  # whether all positions of the last pass counted
@@ -120,8 +117,17 @@ class StatisticsCapture:
 
     @property
     def wants_statistics(self) -> bool:
-        """Whether it is due, or a parameter was frozen or unfrozen since its block was made."""
-        return self.watch.wants_compiled_calls or self.lacks_block
+        """Whether the next forward pass gives statistics: it was told to, or a block is missing."""
+        return self.is_announced or self.lacks_block
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the next forward pass was told to give statistics."""
+        return self.watch.wants_compiled_calls
+
+    def announce(self, is_due: bool) -> None:
+        """Tell the next forward pass whether to give statistics; compiled code is guarded by it."""
+        self.watch.wants_compiled_calls = is_due
 
     @property
     def lacks_block(self) -> bool:
@@ -207,7 +213,7 @@ class StatisticsCapture:
             compiled = not _force_eager(stack)
         with stack:
             layers = None
-            if not self._gather:
+            if not self._gather_params:
                 layers = self.layers()
             obstacle = self._find_obstacle(layers)
             if obstacle is not None:
@@ -224,12 +230,12 @@ class StatisticsCapture:
     def _note_wrapper(self) -> None:
         """Note whether `DistributedDataParallel` makes this call, and averages its gradients."""
         wrapper = active_wrapper()
-        self.wrapped = wrapper is not None
+        self.is_wrapped = wrapper is not None
         self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
 
     def _find_obstacle(self, layers: ModelLayers | None) -> Obstacle | None:
         """Return why a call that begins cannot give statistics, if it cannot."""
-        holds_others = layers is None and not self._gather
+        holds_others = layers is None and not self._gather_params
         if holds_others or peek_interpreter_stack() is not None:
             return Obstacle.OTHER_PARAMETERS
         if not torch.is_grad_enabled():
@@ -242,8 +248,8 @@ class StatisticsCapture:
         self, args: Any, kwargs: Any, compiled: bool, layers: ModelLayers | None
     ) -> Source:
         """Return the record of a call's layers, or how to repeat a call that cannot be recorded."""
-        if self._gather is not None:
-            return RepeatedCall(self.model, args, kwargs, self._gather())
+        if self._gather_params is not None:
+            return RepeatedCall(self.model, args, kwargs, self._gather_params())
         if compiled:
             return RepeatedCall(self.model, args, kwargs)
         return self._new_record(self.leaves(), layers)
@@ -292,7 +298,7 @@ class StatisticsCapture:
             if not self.leaves():
                 return
         z = self._find_output(output)
-        if self._several and not z.numel():
+        if self.on_complete is not None and not z.numel():
             self._await_empty_gradient(z)
             return
         move_samples_first(z, self._options.batch_dim)  # refuses what no metric is of
@@ -339,9 +345,9 @@ class StatisticsCapture:
 
     def notify_if_complete(self) -> None:
         """Tell that statistics are complete, unless another pass is to be added."""
-        if self.completed is not None and self._syncs and not self._has_pending:
+        if self.on_complete is not None and self._syncs and not self._has_pending:
             with torch.no_grad():
-                self.completed()
+                self.on_complete()
 
     @property
     def _has_pending(self) -> bool:
@@ -351,7 +357,7 @@ class StatisticsCapture:
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
         """Add the sums of a pass; False where there are none, or not yet."""
         root = pending.root()
-        if self._gather is None and is_input_derivative(self.leaves(), self._make_note()):
+        if self._gather_params is None and is_input_derivative(self.leaves(), self._make_note()):
             self.pool.note_obstacle(Obstacle.PARAMETERS_NOT_REACHED)
             return False
         proofs = self.structure.proofs
@@ -370,7 +376,7 @@ class StatisticsCapture:
             return True
         if measured is None:
             return False
-        self._counted_all = measured.covectors.whole is not False
+        self._counted_all = measured.covectors.counts_all is not False
         if proofs and self.structure.proofs > proofs and not was_stale:
             self.table.is_stale = True  # the next pass shows roles on this new way
         return self._add_measured(measured)
@@ -440,7 +446,7 @@ class StatisticsCapture:
         self.pool.calls += 1
         deferred = self._can_defer_count(received, slope)
         retain = deferred and not received.is_large
-        thread = self._second_thread(forward.record, slope.device)
+        thread = self._start_launch_thread(forward.record, slope.device)
         # z is not held any longer than it takes to draw from it
         covectors = make_covectors(
             options,
@@ -453,12 +459,13 @@ class StatisticsCapture:
         loss_descent = None
         if received.allows_user_pass:
             loss_descent = Descent(forward, slope, options.sharing, covectors.keep, inputs=True)
-            add = partial(self._add_along, weakref.ref(self), self.pool, covectors.samples)
-            if self.structure.measure_along(loss_descent, add):
+            add = partial(self._finish_pass, weakref.ref(self), self.pool, covectors.samples)
+            if self.structure.measure_user_pass(loss_descent, add):
                 return None
         measure = self.structure.measure
         pool = measure(forward, covectors, loss_descent=loss_descent, thread=thread)
-        if isinstance(covectors.whole, DeferredFlags) and not all(covectors.whole.flags()):
+        counts_all = covectors.counts_all
+        if isinstance(counts_all, DeferredFlags) and not all(counts_all.flags()):
             random.manual_seed(random.initial_seed())
             output = received.repeat_output()
             covectors = make_covectors(options, output, slope, received.inputs, random)
@@ -466,7 +473,7 @@ class StatisticsCapture:
         return MeasuredPass(pool.sums, covectors, thread)
 
     def _can_defer_count(self, received: ReceivedPass, slope: Tensor) -> bool:
-        """Whether the device may be asked later if all positions count, as they last did.
+        """Whether the device may be asked later if all positions count, as in the last pass.
 
         If they do not, the pass is measured again: its output must be at hand then.
         """
@@ -482,16 +489,18 @@ class StatisticsCapture:
             self.pool.add(measured.sums, samples)
             return True
         finish = partial(
-            self._add_along, weakref.ref(self), self.pool, samples, measured.sums, measured.thread
+            self._finish_pass, weakref.ref(self), self.pool, samples, measured.sums, measured.thread
         )
-        if self._several:  # sums over processes begin at once
+        if self.on_complete is not None:  # sums over processes begin at once
             finish()
         else:
             _ENGINE.queue_callback(finish)
         return False
 
-    def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
-        """Return what measures during the backward pass; None where that could change a result."""
+    def _start_launch_thread(
+        self, record: ForwardRecord, device: torch.device
+    ) -> LaunchThread | None:
+        """Return a thread that measures meanwhile; None where that could change a result."""
         options = self._options
         if options.metric.couples_samples or options.fisher == "empirical" or record.compounds:
             return None
@@ -503,14 +512,14 @@ class StatisticsCapture:
         return LaunchThread(device, record.entries)
 
     @staticmethod
-    def _add_along(
+    def _finish_pass(
         me: weakref.ref[StatisticsCapture],
         pool: Pool,
         samples: Any,
         sums: AllSums,
         thread: LaunchThread | None = None,
     ) -> None:
-        """Add what was measured along the user's own pass, at its end."""
+        """Add the sums of a pass that is over, and of the thread's tasks, which it waits for."""
         capture = me()
         if thread is not None and not thread.join():
             if capture is not None:
@@ -562,10 +571,11 @@ class StatisticsCapture:
                 stacklevel=find_user_stacklevel(),
             )
 
-    def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]] | None:
-        """Return the means of what was pooled since the last step, and begin anew.
+    def take_means(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]] | None:
+        """Return the means of what was pooled since the last step, and empty the pool.
 
-        "sum" multiplies them by the samples. None where nothing finite was met.
+        The reduction "sum" multiplies them by the samples. Return None where outputs or gradients
+        were not finite or no pass had samples, and no means where passes reached no block.
         """
         pool = self.pool
         if pool.obstacle is Obstacle.INPUT_DERIVATIVES:

@@ -20,14 +20,14 @@ from ....maps.layers.moments import (
 from ....maps.replay import CompoundReplays
 from .covectors import Descent
 from .plan import BlockPlan, LayerUse
-from .sums import BIAS_OUTPUT, Pool, factors_of
+from .sums import BIAS_OUTPUT, Pool, get_factor_keys
 
 
 def list_map_uses(replays: CompoundReplays) -> list[LayerUse]:
     """Return the maps of compound layers, as a plan of blocks sees them."""
     uses: list[LayerUse] = []
     for _, maps in replays.replay_calls():
-        uses += [LayerUse(each.names, "kronecker", True, each.tap.form) for each in maps]
+        uses += [LayerUse(use.names, "kronecker", True, use.tap.form) for use in maps]
     return uses
 
 
@@ -36,17 +36,18 @@ def add_map_moments(
 ) -> None:
     """Add the moments of the maps of compound layers to the blocks of the plan."""
     for call, maps in replays.replay_calls():
-        for each in maps:
-            if not any(each.tap.positions):
+        for use in maps:
+            if not any(use.tap.positions):
                 continue
-            output_moment = pack(compute_second_moment(each.delta, descent.sharing))
-            if (key := plan.weight_block(each.names)) is not None:
-                input_factor, output_factor = factors_of(call.compound, key)
+            output_moment = pack(compute_second_moment(use.delta, descent.sharing))
+            if (key := plan.weight_block(use.names)) is not None:
+                input_factor, output_factor = get_factor_keys(call.compound, key)
                 if descent.inputs:
-                    mask = _find_mask(each.tap, each.delta, descent)
-                    pool.of(key).add(input_factor, tap_moments(each.tap, descent.sharing, mask))
+                    mask = _find_mask(use.tap, use.delta, descent)
+                    moments = compute_tap_moments(use.tap, descent.sharing, mask)
+                    pool.of(key).add(input_factor, moments)
                 pool.of(key).add(output_factor, output_moment)
-            if (key := plan.bias_block(each.names)) is not None:
+            if (key := plan.bias_block(use.names)) is not None:
                 pool.of(key).add(BIAS_OUTPUT, pack(unpack(output_moment).clone()))
 
 
@@ -59,7 +60,7 @@ def _find_mask(tap: Tap, delta: Tensor, descent: Descent) -> Tensor | None:
     return _find_counted_positions(tap, delta, keep.movedim(samples_axis, 0))
 
 
-def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
+def compute_tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
     """Return the moments of a map's inputs, at the positions of a mask (G, P) or at all."""
     moments = compute_moments(torch.cat(tap.inputs, 1), sharing, mask)
     if mask is not None:

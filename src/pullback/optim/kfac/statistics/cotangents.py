@@ -31,7 +31,7 @@ from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
 from .covectors import Descent
 from .plan import BlockPlan
-from .sums import BIAS_OUTPUT, Pool, Sums, factors_of
+from .sums import BIAS_OUTPUT, Pool, Sums, get_factor_keys
 
 _HALF = (torch.float16, torch.bfloat16)
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -74,7 +74,8 @@ class UseMoments:
     #: what the moments `inputs` are formed of, until they are
     layer_input: LayerInput | None = None
     outputs: FactorMatrix | None = None
-    shifts: FactorMatrix | None = None
+    #: Σδδᵀ for the bias
+    bias_outputs: FactorMatrix | None = None
     #: sums by sample of gain and shift, until Σ rows rowsᵀ, (U, k, k), is formed of them
     rows: UnitSums | None = None
     units: Tensor | None = None
@@ -147,7 +148,7 @@ class CotangentPass:
             return
         entry = self._entries[i]
         thread = self.descent.thread
-        use = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
+        use = UseMoments(entry, self.descent.find_sharing(entry, self._layouts[i]))
         self.uses[i] = use
         if thread is None:
             self._measure_use(i, use, delta)
@@ -181,7 +182,7 @@ class CotangentPass:
         coupling = self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
-            use.units = coupling.units(entry, delta, roles, use.sharing)
+            use.units = coupling.compute_unit_moments(entry, delta, roles, use.sharing)
             return
         use.rows = layer.compute_unit_sums(
             entry.module, entry.input, delta, roles, use.sharing, entry.normalization
@@ -197,16 +198,16 @@ class CotangentPass:
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():
             x = x.to(delta.dtype)  # as the layer itself saw it
         if self.descent.coupling is not None:
-            x, delta = self.descent.coupling.whitened_use(entry, delta, use.sharing)
+            x, delta = self.descent.coupling.whiten_use(entry, delta, use.sharing)
         if "weight" in roles:
             if self.descent.inputs:
                 self._measure_inputs(use, x, delta)
             use.outputs = pack(layer.output_moment(entry.module, x, delta, use.sharing))
         if "bias" in roles:
             if layer.joint and use.outputs is not None:
-                use.shifts = use.outputs
+                use.bias_outputs = use.outputs
             else:
-                use.shifts = layer.bias_moment(entry.module, x, delta, use.sharing)
+                use.bias_outputs = layer.bias_moment(entry.module, x, delta, use.sharing)
 
     def _measure_inputs(self, use: UseMoments, x: Tensor, delta: Tensor) -> None:
         """Form the moments of the inputs x, or keep x where this is done for several uses."""
@@ -214,7 +215,7 @@ class CotangentPass:
         layer = entry.layer
         descent = self.descent
         if descent.coupling is not None:
-            use.inputs = descent.coupling.inputs(entry, x, use.sharing)
+            use.inputs = descent.coupling.compute_input_moments(entry, x, use.sharing)
             return
         keep = None
         if descent.keep is not None:
@@ -236,8 +237,8 @@ class CotangentPass:
             if use.outputs is not None:
                 _add_weight(pool, plan, use, use.outputs)
             bias_key = plan.bias_block(use.entry.names)
-            if use.shifts is not None and bias_key is not None:
-                pool.of(bias_key).add(BIAS_OUTPUT, pack(unpack(use.shifts).clone()))
+            if use.bias_outputs is not None and bias_key is not None:
+                pool.of(bias_key).add(BIAS_OUTPUT, pack(unpack(use.bias_outputs).clone()))
 
 
 def _add_units(pool: Pool, plan: BlockPlan, use: UseMoments, units: Tensor) -> None:
@@ -255,7 +256,7 @@ def _add_weight(pool: Pool, plan: BlockPlan, use: UseMoments, outputs: FactorMat
     if key is None:
         return
     block_sums = pool.of(key)
-    input_factor, output_factor = factors_of(use.entry.layer, key)
+    input_factor, output_factor = get_factor_keys(use.entry.layer, key)
     if use.inputs is not None:
         block_sums.add(input_factor, use.inputs)
     block_sums.add(output_factor, outputs)

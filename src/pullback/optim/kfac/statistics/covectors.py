@@ -62,7 +62,7 @@ class Coupling:
     signs: Tensor
 
     def whiten(self, x: Tensor, axis: int, *, signed: bool = False) -> Tensor:
-        """Return L⁻¹ x along the axis of samples, after the covector's signs are taken off."""
+        """Return L⁻¹ x along the axis of samples; a `signed` x loses the covector's signs first."""
         if signed:
             matrix = self.inverse * self.signs
         else:
@@ -77,13 +77,15 @@ class Coupling:
         shape = _shape_along(axis, covector.ndim)
         return covector * factor.to(covector.dtype).view(shape)
 
-    def whitened_use(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    def whiten_use(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
         """Return a use's input a as it is, and L⁻¹δ, both in full precision."""
         axis = find_samples_axis(entry, sharing)
         dtype = compute_dtype(delta.dtype)
         return entry.input.to(dtype), self.whiten(delta.to(dtype), axis, signed=True)
 
-    def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
+    def compute_unit_moments(
+        self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing
+    ) -> Tensor:
         """Return Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer: Any = entry.layer
         rows = form_unit_rows(
@@ -110,7 +112,7 @@ class Coupling:
         cause = "the metric relates samples, and"
         return {n: f"{cause} {reason}" for n, reason in reasons.items() if n is not None}
 
-    def inputs(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
+    def compute_input_moments(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
         """Return Σ āāᵀ of L⁻¹ā with ā = (a, 1); its positions are counted as by 1ᵀK⁻¹1."""
         axis = find_samples_axis(entry, sharing)
         whitened = entry.layer.input_moments(entry.module, self.whiten(x, axis), sharing, None)
@@ -142,7 +144,7 @@ class Covectors:
     #: a covector of all positions that count, where the others are of single positions
     reach: Tensor | None
     #: whether all positions count, or flags on the device that say so
-    whole: bool | DeferredFlags
+    counts_all: bool | DeferredFlags
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class CountedPositions:
 
     mask: Tensor | None
     #: whether all positions count, or flags on the device that say so
-    whole: bool | DeferredFlags
+    counts_all: bool | DeferredFlags
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def make_covectors(
     """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN.
 
     If `deferred`, do not wait for the device: whether all positions count is read later from
-    `whole`, and whether z is finite from the statistics.
+    `counts_all`, and whether z is finite from the statistics.
     """
     axis = options.batch_dim
     metric = options.metric
@@ -204,7 +206,7 @@ def make_covectors(
         pairs = generate_covectors(single_draw, value, slope, first, generator)
         reach, _ = layout.place(next(pairs))
     pairs = generate_covectors(options, value, slope, first, generator)
-    return Covectors(map(layout.place, pairs), samples, keep, reach, counted.whole)
+    return Covectors(map(layout.place, pairs), samples, keep, reach, counted.counts_all)
 
 
 def _count_positions(
@@ -223,7 +225,11 @@ def _count_positions(
 
 
 def _reduce_mask(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
-    """Return the mask of z's positions without the one axis along which it is constant."""
+    """Return the mask of z's positions without the one axis along which it is constant, or None.
+
+    None without a mask, and where no axis or more than one is left out: inputs are then counted at
+    all positions.
+    """
     if mask is None or mask.ndim != z.ndim or z.ndim < 2:
         return None
     mask = mask.movedim(0, batch_dim)
@@ -303,7 +309,7 @@ def _generate_coupled(
     factor = options.metric.factor(z, inputs=inputs)
     draws = options.draws
     if factor.coupling is None:
-        raise coupling_error(options.metric, "its factor does not say how")
+        raise make_coupling_error(options.metric, "its factor does not say how")
     lower = factor.coupling
     separate = factor.separate()
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
@@ -332,7 +338,7 @@ def _promote_output(options: Options, z: Tensor) -> Tensor:
 def _refuse_undeclared_coupling(metric: Metric, z: Tensor, inputs: Tensor | None) -> None:
     """Raise where the metric's factor relates samples, and the metric does not say so."""
     if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
-        raise coupling_error(metric, "it does not declare them: couples_samples is False")
+        raise make_coupling_error(metric, "it does not declare them: couples_samples is False")
 
 
 def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -366,7 +372,7 @@ def _shape_along(axis: int, ndim: int, size: int = -1) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def coupling_error(metric: Metric, why: str) -> PullbackError:
+def make_coupling_error(metric: Metric, why: str) -> PullbackError:
     """Return the error for a metric with blocks between samples that are not known."""
     return PullbackError(
         "The metric couples the samples of a batch",
@@ -421,8 +427,11 @@ class Descent:
         will = torch._C._will_engine_execute_node
         return tuple([i for i, edge in enumerate(self.forward.edges) if will(edge.node)])
 
-    def differs(self, covector: Tensor) -> bool:
-        """Whether a covector with signs would show that samples meet: some have another sign."""
+    def would_show_mixing(self, covector: Tensor) -> bool:
+        """Return True if a covector, this one with random signs, has other sums if samples meet.
+
+        It has the same sums where all samples have one sign. One sample has nothing to show.
+        """
         is_equal = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
         return self.samples == 1 or not is_equal
 
@@ -432,8 +441,8 @@ class Descent:
         covector = torch.empty_like(self.covector)
         return covector.normal_(0, covector.shape[-1] ** -0.5, generator=random)
 
-    def sharing_at(self, entry: Entry, layout: str) -> Sharing:
-        """Return how the positions of a use enter; each for itself if its samples are unknown."""
+    def find_sharing(self, entry: Entry, layout: str) -> Sharing:
+        """Return how the positions of a use enter: each for itself if its samples are unknown."""
         if not layout:
             return self.sharing
         lead = tuple(entry.shape[: len(entry.shape) - entry.features])

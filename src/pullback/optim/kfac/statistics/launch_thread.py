@@ -27,22 +27,25 @@ class LaunchThread:
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self._inputs = [(entry.input, entry.input._version) for entry in entries]
         self._device = device
-        self._stream = _stream(device)
+        self._stream = _get_stream(device)
         # without a circle of references, which would keep the inputs
         self._thread = ThreadPoolExecutor(1, "pullback", _prepare, (device, self._stream))
         self._tasks: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
 
-    def do(self, task: Callable[[], Any], like: Tensor | None = None) -> None:
-        """Do a task that holds this tensor; at once where it was computed on another stream."""
-        if _stream(self._device) != self._stream:
+    def do(self, task: Callable[[], Any], cotangent: Tensor | None = None) -> None:
+        """Do a task on the thread, or at once on a stream other than the thread's own.
+
+        The task keeps the `cotangent` alive. Where too much memory is kept, wait for earlier tasks.
+        """
+        if _get_stream(self._device) != self._stream:
             self.join()
             task()
             return
-        if like is None:
+        if cotangent is None:
             size = 0
         else:
-            size = like.nbytes
+            size = cotangent.nbytes
         while self._tasks and self._bytes + size > _WAITING:
             self._wait()
         self._tasks.append((self._thread.submit(task), size))
@@ -69,7 +72,7 @@ def _prepare(device: torch.device, stream: Any) -> None:
         torch.zeros(1, device=device)  # makes the device's context this thread's
 
 
-def _stream(device: torch.device) -> Any:
+def _get_stream(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.current_stream(device)
     return None

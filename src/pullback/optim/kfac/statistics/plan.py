@@ -44,13 +44,16 @@ class LayerUse:
         return self.names.get("bias")
 
 
-def use_of(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
+def make_layer_use(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
     """Return a module's use of its parameters."""
     return LayerUse(names, layer.curvature, layer.joint, layer.form(module), layer.is_transposed)
 
 
-def different_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
-    """Return the weights that are used as matrices of several shapes, which have no block."""
+def find_conflicting_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
+    """Return the weights that are used as matrices of several shapes, each with this reason.
+
+    They have no Kronecker block.
+    """
     forms: dict[str, set[tuple[int, int, int] | str]] = {}
     for use in uses:
         form = use.form if use.curvature == "kronecker" else use.curvature
@@ -84,7 +87,7 @@ class BlockPlan:
         self._partners = self._find_partners(uses) if is_joint else {}
         self._blocks: dict[str, BlockKey] = {}
         for use in uses:
-            for key in self._blocks_of(use):
+            for key in self._make_blocks(use):
                 for name in key.names:
                     self._blocks.setdefault(name, key)
         for name in self.diagonals:
@@ -99,7 +102,7 @@ class BlockPlan:
                 partners.setdefault(name, set()).add(partner if can_join else None)
         return partners
 
-    def _blocks_of(self, use: LayerUse) -> list[BlockKey]:
+    def _make_blocks(self, use: LayerUse) -> list[BlockKey]:
         """Return one block for weight and bias if they are used together alone, else one each."""
         kind = BlockKind.UNITS if use.curvature == "units" else BlockKind.KRONECKER
         is_transposed = use.is_transposed and use.weight not in self._untransposed

@@ -22,7 +22,7 @@ from ....maps.replay import CompoundReplays
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
-from .compound import add_map_moments, list_map_uses, tap_moments
+from .compound import add_map_moments, compute_tap_moments, list_map_uses
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, are_sums_equal, form_inputs
 from .covectors import (
     Covectors,
@@ -32,8 +32,8 @@ from .covectors import (
     describe_unknown_layouts,
 )
 from .launch_thread import LaunchThread
-from .plan import BlockPlan, different_forms, use_of
-from .sums import Pool, factors_of
+from .plan import BlockPlan, find_conflicting_forms, make_layer_use
+from .sums import Pool, get_factor_keys
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class StructureLimits:
 
     #: proven ways through a network; a model with more of them proves the oldest one anew
     routes: int = 256
-    #: positions at which inputs are measured where nothing else is; a root needs no more
+    #: positions at which inputs are measured where nothing else is: an inverse root of the input
+    #: factor needs no more
     positions: int = 4096
 
 
@@ -100,30 +101,37 @@ class BlockStructure:
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
     def forget(self, names: Collection[str]) -> None:
-        """Let these parameters have no block until the next pass shows one."""
-        if names:
-            partners = self.partners.items()
-            self.partners = {n: keys for n, keys in partners if not {*names} & {*keys}}
-            self._plan = None
+        """Take from these parameters, and their partners, the block until a pass shows one."""
+        if not names:
+            return
+        remaining: dict[str, tuple[str, ...]] = {}
+        for name, partners in self.partners.items():
+            if {*names}.isdisjoint(partners):
+                remaining[name] = partners
+        self.partners = remaining
+        self._plan = None
 
-    def measure_along(
-        self, loss_descent: Descent, add: Callable[[AllSums], None], *, tried: bool = True
+    def measure_user_pass(
+        self, loss_descent: Descent, add: Callable[[AllSums], None], *, is_trial: bool = False
     ) -> bool:
         """Return whether the user's own pass gives the sums; at its end `add` receives them.
 
-        It may where it was `tried` and gave what a second pass did. It does not if samples meet, as
-        in batch normalization, since their signs matter then; nor if the loss depends on the layers
-        by another way than the measured output.
+        It does where a trial on this route has given what a second pass did; the trial itself is
+        made once per route. Sums differ if samples meet, as in batch normalization, since their
+        signs matter then, or if the loss depends on the layers by another way than the measured
+        output.
         """
         signature = loss_descent.signature(self._separates_samples)
         modes = loss_descent.forward.record.modes
         route = self._routes.get(signature)
         if route is None:
             return False
-        required = None
-        if tried:
-            required = True
-        if route.agrees_with_user_pass.get(modes) is not required:
+        agrees = route.agrees_with_user_pass.get(modes)
+        if is_trial:
+            is_allowed = agrees is None
+        else:
+            is_allowed = agrees is True
+        if not is_allowed:
             return False
         # diagonals are the squares of gradients, which the pass under way adds up
         has_diagonals = bool(route.plan.diagonals) and self._options.measures_diagonals
@@ -136,30 +144,32 @@ class BlockStructure:
                 self._adopt_plan(route.plan)
                 self._add(down, route.plan, pool)
                 add(pool.sums)
-            elif tried:  # nothing is added, and the next pass proves the route again
-                self._routes.pop(signature, None)
-            else:
+            elif is_trial:
                 route.agrees_with_user_pass[modes] = False
+            else:  # nothing is added, and the next pass proves the route again
+                self._routes.pop(signature, None)
 
         UserPass(
             CotangentPass(loss_descent, route.layouts, route.plan.diagonals, self.bases), finish
         )
         return True
 
-    def _try_along(self, loss_descent: Descent, covector: Tensor, expected: Pool) -> None:
-        """Find out whether the user's own pass gives these sums of a second one."""
+    def _compare_with_user_pass(
+        self, loss_descent: Descent, covector: Tensor, expected: Pool
+    ) -> None:
+        """Note at the end of the user's own pass whether it gave these sums of a second one."""
         route = self._routes.get(loss_descent.signature(self._separates_samples))
         modes = loss_descent.forward.record.modes
         if route is None or modes in route.agrees_with_user_pass:
             return
-        if not loss_descent.differs(covector):
+        if not loss_descent.would_show_mixing(covector):
             return
         agreement = route.agrees_with_user_pass
 
         def compare(sums: AllSums) -> None:
             agreement[modes] = are_sums_equal(loss_descent, sums, expected.sums)
 
-        self.measure_along(loss_descent, compare, tried=False)
+        self.measure_user_pass(loss_descent, compare, is_trial=True)
 
     def measure(
         self,
@@ -201,7 +211,7 @@ class BlockStructure:
             self._pull(descent, pool)
             needs_inputs = False
             if loss_descent is not None:
-                self._try_along(loss_descent, covector, pool)
+                self._compare_with_user_pass(loss_descent, covector, pool)
         return pool
 
     def measure_inputs(self, forward: RecordedPass) -> Pool:
@@ -237,7 +247,7 @@ class BlockStructure:
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
 
     def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
-        """Return the uses of trained weights, with their inputs' moments where they have a root."""
+        """Return the uses of trained weights; those of linear maps have their inputs' moments."""
         uses = [
             UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
             for entry in record.entries
@@ -256,7 +266,7 @@ class BlockStructure:
                 name = record.name(tap.weight)
                 if name is not None:
                     key = BlockKey("kronecker", (name,))
-                    moments = tap_moments(tap, self._sharing)
+                    moments = compute_tap_moments(tap, self._sharing)
                     _add_inputs(pool, key, call.compound, moments, leaves[name])
 
     def _pull(self, descent: Descent, pool: Pool) -> None:
@@ -323,7 +333,7 @@ class BlockStructure:
         add_map_moments(replays, descent, pool, plan)
         self._adopt_plan(plan)
         self._add(down, plan, pool)
-        norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.diagonals})
+        norms = _compute_norms({n: g for n, g in down.gradients.items() if n not in plan.diagonals})
         is_certain = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
         return ProvenRoute(Route(plan, layouts, down.reached_uses, ends), is_certain)
 
@@ -336,14 +346,16 @@ class BlockStructure:
     ) -> BlockPlan:
         """Return the plan of blocks for these uses; `unexplained` gradients become diagonals."""
         entries = descent.forward.record.entries
-        uses = [use_of(e.layer, e.module, e.names) for e in entries] + list_map_uses(replays)
+        uses = [make_layer_use(e.layer, e.module, e.names) for e in entries] + list_map_uses(
+            replays
+        )
         remarks = {
             **describe_function_uses(entries),
             **replays.describe_omissions(),
             **describe_unknown_layouts(entries, layouts),
         }
         diagonals = {
-            **different_forms(uses),
+            **find_conflicting_forms(uses),
             **_name_hooks(unexplained, descent.forward.leaves),
             **descent.unrelated,
         }
@@ -415,7 +427,7 @@ def _add_inputs(
 ) -> None:
     """Add the moments of a weight's inputs, with a flat metric on its outputs."""
     sums = pool.of(key)
-    inputs, outputs = factors_of(layer, key)
+    inputs, outputs = get_factor_keys(layer, key)
     sums.add(inputs, moments)
     groups = moments.second.shape[0]
     columns = moments.second.shape[-1]
@@ -434,9 +446,9 @@ def _name_hooks(reasons: Mapping[str, str], leaves: Mapping[str, Tensor]) -> dic
 
 
 def _subsample_input(entry: Entry) -> LayerInput:
-    """Return what a layer saw at enough positions: a root needs no more.
+    """Return what a layer saw at some positions, enough for an inverse root of its input factor.
 
-    Of a linear layer single positions, of a convolution whole samples.
+    They are single positions of a linear layer, and whole samples of a convolution.
     """
     x = entry.input
     module = entry.module
@@ -457,11 +469,11 @@ def _check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
     """Refuse sparse gradients, and raise NotFinite where one is not finite."""
     for name, gradient in gradients.items():
         refuse_sparse(name, gradient)
-    if not all(torch.isfinite(norm) for norm in _norms(gradients)):
+    if not all(torch.isfinite(norm) for norm in _compute_norms(gradients)):
         raise NotFinite
 
 
-def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:
+def _compute_norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:
     """Return the lengths of the gradients that have entries."""
     nonempty = [g for g in gradients.values() if g is not None and g.numel()]
     if nonempty:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +23,21 @@ from ....grams.kronecker.packed_matrix import (
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
-from ..factors.block import SPECTRUM, BlockKey, FactorKey
+from ..factors.block import SPECTRUM, BlockKey, FactorKey, FactorSide
 
 #: the factors of a bias that has a block by itself; its input is 1 everywhere
-BIAS_INPUT = FactorKey("bias", "right")
-BIAS_OUTPUT = FactorKey("bias", "left")
+BIAS_INPUT = FactorKey("bias", FactorSide.RIGHT)
+BIAS_OUTPUT = FactorKey("bias", FactorSide.LEFT)
 
 
-def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
+def get_factor_keys(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
     """Return the keys of the input factor and of the output factor of a layer's weight.
 
-    The output factor acts on the rows ("left") of the block, unless the weight's rows belong to its
-    input and the block is not turned.
+    The output factor acts on the rows of the block, unless the weight's rows belong to its input
+    and the block is not that of its transpose.
     """
-    left = FactorKey(layer.use, "left")
-    right = FactorKey(layer.use, "right")
+    left = FactorKey(layer.use, FactorSide.LEFT)
+    right = FactorKey(layer.use, FactorSide.RIGHT)
     if layer.input_first and not key.is_transposed:
         return left, right
     return right, left
@@ -121,7 +121,7 @@ class Pool:
     sums: dict[BlockKey, Sums] = field(default_factory=dict)
     #: NaN after a pass whose outputs or gradients were not finite
     samples: Tensor | float = 0.0
-    #: how many forward passes were added
+    #: how many forward passes were to be measured, also those whose sums are not added yet
     calls: int = 0
     #: why there are no statistics, if there are none; of several passes, the one that came
     #: farthest counts
@@ -132,7 +132,7 @@ class Pool:
         return self.sums.setdefault(key, Sums())
 
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
-        """Add the sums of one pass and its number of samples."""
+        """Add the sums of one pass and its number of samples; `calls` has counted it already."""
         for key, block_sums in sums.items():
             accumulate(self.of(key).inputs, block_sums.inputs)
             accumulate(self.of(key).values, block_sums.values)
@@ -174,14 +174,17 @@ def compute_means(
 def _list_input_factors(
     factor: FactorKey, moments: Moments, is_joint: bool
 ) -> dict[FactorKey, FactorMatrix]:
-    """Return Σaaᵀ by the key of the input factor; a joint block has Σa as well, as "mean".
+    """Return Σaaᵀ by the key of the input factor; a joint block has Σa as well.
 
     The diagonal of a joint block's Σaaᵀ is extended to that of (a, 1).
     """
     if not is_joint:
         return {factor: pack(moments.second)}
     if len(moments.second.shape) == 3:
-        return {factor: pack(moments.second), FactorKey(factor.role, "mean"): moments.first}
+        return {
+            factor: pack(moments.second),
+            FactorKey(factor.role, FactorSide.MEAN): moments.first,
+        }
     counts = moments.positions
     if isinstance(counts, Tensor):
         counts = counts.view(-1, 1)
@@ -233,39 +236,60 @@ def _multiply(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
             torch._foreach_mul_(batch, factor)
 
 
-#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "positions"
-SumKey = tuple[str, FactorKey]
+class Quantity(StrEnum):
+    """What is summed for a factor."""
+
+    #: what is quadratic in cotangents; all others are sums over inputs
+    VALUES = "values"
+    #: Σaaᵀ
+    SECOND = "second"
+    #: Σa
+    FIRST = "first"
+    #: over how many positions
+    POSITIONS = "positions"
+
+
+class SumKey(NamedTuple):
+    """One of a block's sums."""
+
+    quantity: Quantity
+    factor: FactorKey
+
+
 BlockTensors = dict[SumKey, FactorMatrix]
 BlockLayout = dict[SumKey, tuple[tuple[int, ...], torch.dtype]]
 #: shapes and dtypes of all sums, by block
 Layouts = dict[BlockKey, BlockLayout]
 
 
-def tensors_of(sums: Sums) -> BlockTensors:
-    """Return a block's sums one by one; `sums_of` is the inverse."""
-    tensors: BlockTensors = {("values", f): value for f, value in sorted(sums.values.items())}
+def list_sums(sums: Sums) -> BlockTensors:
+    """Return a block's sums one by one; `join_sums` is the inverse."""
+    tensors: BlockTensors = {}
+    for factor, value in sorted(sums.values.items()):
+        tensors[SumKey(Quantity.VALUES, factor)] = value
     for factor, moments in sorted(sums.inputs.items()):
-        tensors["second", factor] = moments.second
-        tensors["first", factor] = moments.first
-        tensors["positions", factor] = torch.as_tensor(moments.positions, dtype=torch.float64)
+        positions = torch.as_tensor(moments.positions, dtype=torch.float64)
+        tensors[SumKey(Quantity.SECOND, factor)] = moments.second
+        tensors[SumKey(Quantity.FIRST, factor)] = moments.first
+        tensors[SumKey(Quantity.POSITIONS, factor)] = positions
     return tensors
 
 
-def sums_of(tensors: BlockTensors) -> Sums:
-    """Return a block's sums from their tensors; `tensors_of` is the inverse."""
+def join_sums(tensors: BlockTensors) -> Sums:
+    """Return a block's sums from their tensors; `list_sums` is the inverse."""
     sums = Sums()
     for (quantity, factor), tensor in tensors.items():
-        if quantity == "values":
+        if quantity is Quantity.VALUES:
             sums.values[factor] = tensor
-        elif quantity == "second":
-            first = get_entries(tensors["first", factor])
-            positions = get_entries(tensors["positions", factor])
+        elif quantity is Quantity.SECOND:
+            first = get_entries(tensors[SumKey(Quantity.FIRST, factor)])
+            positions = get_entries(tensors[SumKey(Quantity.POSITIONS, factor)])
             sums.inputs[factor] = Moments(tensor, first, positions.to(first))
     return sums
 
 
-def layout_of(tensors: BlockTensors) -> BlockLayout:
-    """Return shapes and dtypes of a block's sums."""
+def describe_layout(tensors: BlockTensors) -> BlockLayout:
+    """Return shape and dtype of each of a block's sums."""
     return {k: (tuple(tensor.shape), get_entries(tensor).dtype) for k, tensor in tensors.items()}
 
 
@@ -299,7 +323,7 @@ def join_layouts(layouts_by_rank: Sequence[Layouts]) -> Layouts:
 def _describe_block(key: BlockKey, layouts: Layouts) -> str:
     """Return a block's kind, parameters, shapes and dtype in words, for an error."""
     layout_items = layouts[key].items()
-    values = [layout for (quantity, _), layout in layout_items if quantity == "values"]
+    values = [layout for at, layout in layout_items if at.quantity is Quantity.VALUES]
     shapes = [shape for shape, _ in values]
     parameters = ""
     if len(key.names) > 1:
@@ -307,12 +331,12 @@ def _describe_block(key: BlockKey, layouts: Layouts) -> str:
     return f"a {key.kind} block{parameters} with sides {shapes} in {values[0][1]}"
 
 
-def zeros_of(
+def make_zeros(
     sum_key: SumKey, shape: Sequence[int], dtype: torch.dtype, parameter: Tensor
 ) -> FactorMatrix:
     """Return the zeros that a process adds to a sum of which it saw nothing."""
     zeros = torch.zeros((), dtype=dtype, device=parameter.device).expand(torch.Size(shape))
-    if len(shape) == 3 and sum_key[1] != SPECTRUM:
+    if len(shape) == 3 and sum_key.factor != SPECTRUM:
         return zeros_like(zeros)
     return zeros.clone()
 
@@ -347,7 +371,7 @@ class SentSums:
         self._factor_keys: list[tuple[BlockKey, SumKey]] = []
         for key, tensors in sums.items():
             for sum_key in tensors:
-                if sum_key[0] == "positions" or sum_key[1] == SPECTRUM:
+                if sum_key.quantity is Quantity.POSITIONS or sum_key.factor == SPECTRUM:
                     self._count_keys.append((key, sum_key))
                 else:
                     self._factor_keys.append((key, sum_key))
@@ -373,4 +397,4 @@ class SentSums:
         for (key, sum_key), factor in zip(self._factor_keys, self._factors.wait(), strict=True):
             self._sums[key][sum_key] = factor
         self.pool.samples = samples
-        self.pool.sums = {key: sums_of(tensors) for key, tensors in self._sums.items()}
+        self.pool.sums = {key: join_sums(tensors) for key, tensors in self._sums.items()}

@@ -10,7 +10,7 @@ import torch
 from ....grams import RowBlock
 from ....grams.kronecker.packed_matrix import pack
 from ....maps.layers import AffineBlock
-from ..factors.block import DIAGONAL, BlockKey, FactorKey
+from ..factors.block import DIAGONAL, BlockKey, FactorKey, FactorSide
 from ..options import Options
 from .covectors import draw_signs
 from .sums import Pool
@@ -21,8 +21,8 @@ def average_terms(
 ) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
-    Each derivative that a term carries forward is one more place that shares a layer's weight, with
-    the homogeneous coordinate 1 at the value and 0 at its derivatives.
+    Each derivative that a term carries forward is one more position that shares a layer's weight,
+    with the homogeneous coordinate 1 at the value and 0 at its derivatives.
     """
     pool = Pool()
     for number, term in enumerate(terms):
@@ -31,8 +31,9 @@ def average_terms(
             if isinstance(block, AffineBlock) and block.weight is not None:
                 sums = pool.of(BlockKey("kronecker", block.names))
                 left, right = block.sides(options.sharing.longest)
-                sums.values[FactorKey(f"term {number}", "left")] = pack(left)
-                sums.values[FactorKey(f"term {number}", "right")] = pack(right)
+                role = f"term {number}"
+                sums.values[FactorKey(role, FactorSide.LEFT)] = pack(left)
+                sums.values[FactorKey(role, FactorSide.RIGHT)] = pack(right)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]
@@ -41,7 +42,7 @@ def average_terms(
 
 
 def _form_term_covectors(term: RowBlock, options: Options, generator: torch.Generator) -> Any:
-    """Return the covectors of a term: the columns of its factor, or one random combination."""
+    """Return covectors of a term: columns of its factor, or for "mc" one random combination."""
     value = term.linearization.value
     if options.fisher == "mc":
         shape = (1, len(value), *term.factor.white)
