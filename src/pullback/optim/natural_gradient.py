@@ -356,7 +356,7 @@ class NaturalGradient(Optimizer):
         if objective is not None and batch is None:
             refuse_metric(self.metric)
         params = self._active()
-        is_single = self._processes.size == 1
+        is_single = self._processes.is_single
         if objective is not None:
             reduction = self.outputs.reduction or "mean"
             if is_single:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
-from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
 from ..checks import refuse_uncallable
@@ -27,6 +26,7 @@ from ..outputs import Outputs
 from ..problem import StepProblem
 from .factors.damping import Damping
 from .options import Options
+from .replicas import Replicas
 from .report import KFACInfo
 from .stacks import Tensors
 from .statistics.capture import StatisticsCapture
@@ -76,7 +76,7 @@ def problem_of(
     capture: StatisticsCapture,
     params: ModelParameters,
     groups: Groups,
-    processes: Processes,
+    replicas: Replicas,
     memory: ClosureMemory,
 ) -> StepProblem | None:
     """Return an objective's problem, or that of a controlled step, which looks at the loss again.
@@ -88,7 +88,7 @@ def problem_of(
         return None
     trained = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad}
     if objective is not None:
-        _refuse_objective(objective, closure, options, processes)
+        _refuse_objective(objective, closure, options, replicas)
         return ObjectiveProblem(trained, objective, options.reduction)
     if closure is None:
         raise PullbackError(
@@ -98,34 +98,37 @@ def problem_of(
         )
     outputs = Outputs(options.output, options.batch_dim, options.reduction)
     problem = ControlledClosure(
-        trained, capture.model, closure, outputs, memory, processes, coupled=True
+        trained, capture.model, closure, outputs, memory, replicas.processes, coupled=True
     )
     problem.unwatched = capture.watch.pause_all
     return problem
 
 
-def _refuse_objective(objective: Any, closure: Any, options: Options, processes: Processes) -> None:
+def _refuse_objective(objective: Any, closure: Any, options: Options, replicas: Replicas) -> None:
     """Raise for an objective that is none, or does not go with what else was given."""
-    what = "An objective does not go with"
     if options.others is not None:
-        what += f" the rule {type(options.rule).__name__}"
-        why = "the metric of its terms is read by the natural gradient alone"
-        remedy = "Use rule='natural', or call backward() and step() without an objective"
-    elif closure is not None:
-        what = "step() was given a closure and an objective"
-        why = "each of them is a loss"
-        remedy = "Give one of them"
-    elif not isinstance(objective, Objective) and not callable(objective):
-        what = "The objective is not usable"
-        why = f"got {type(objective).__name__}"
-        remedy = "Give an optim.Objective, or a function of the parameter dict"
-    elif not processes.is_single:
-        what += " several processes"
-        why = "its terms have counts of their own, which are not joined"
-        remedy = "Use NaturalGradient or pde.solve on several processes"
-    else:
-        return
-    raise PullbackError(what, why, remedy)
+        raise PullbackError(
+            f"An objective does not go with the rule {type(options.rule).__name__}",
+            "the metric of its terms is read by the natural gradient alone",
+            "Use rule='natural', or call backward() and step() without an objective",
+        )
+    if closure is not None:
+        raise PullbackError(
+            "step() was given a closure and an objective",
+            "each of them is a loss",
+            "Give one of them",
+        )
+    if not isinstance(objective, Objective) and not callable(objective):
+        raise PullbackError(
+            "The objective is not usable",
+            f"got {type(objective).__name__}",
+            "Give an optim.Objective, or a function of the parameter dict",
+        )
+    replicas.refuse_several(
+        "An objective does not go with several processes",
+        "its terms have counts of their own, which are not joined",
+        "Use NaturalGradient or pde.solve on several processes",
+    )
 
 
 # --- controlled moves -------------------------------------------------------------------------

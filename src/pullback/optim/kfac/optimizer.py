@@ -179,11 +179,9 @@ class KFAC(Optimizer):
         chosen = list(params)
         options.refuse_unready(model, chosen)
         self._register()
-        options.refuse_spread(
-            self._options, several=not processes.is_single,
-            teams=self._replicas.placement.has_several_teams,
-            shards=is_sharded_model,
-        )  # fmt: skip
+        self._replicas.refuse_options(self._options)
+        if is_sharded_model:
+            options.refuse_shards(self._options)
         super().__init__(chosen, self._options.group_defaults)
         self._replicas.meet(
             self._params, self._options.common, self.param_groups, self._schedule.numbers
@@ -441,17 +439,9 @@ class KFAC(Optimizer):
         curvature = self.blocks
         replicas = self._replicas
         try:
-            replicas.collect(curvature.states)
-            publish(curvature, self.state, self._chosen, replicas.piece)
-        except RuntimeError as error:
-            if replicas.is_single:
-                raise
-            raise PullbackError(
-                "state_dict() did not hear from all processes",
-                "each of them holds a part of the state, and one did not call it, or is lost",
-                "Call state_dict() on all processes together; one of them may write it",
-            ) from error
-        else:
+            with replicas.explain_lost_process("state_dict()"):
+                replicas.collect(curvature.states)
+                publish(curvature, self.state, self._chosen, replicas.piece)
             out = super().state_dict()
             copies = {number: dict(saved) for number, saved in out["state"].items()}
             return {**out, "state": copies}
@@ -538,7 +528,7 @@ class KFAC(Optimizer):
         if not has_run_backward or self._options.is_controlled:
             problem = problem_of(
                 closure, objective, self._options, self._capture, self._params, self.param_groups,
-                self._replicas.processes, self._memory,
+                self._replicas, self._memory,
             )  # fmt: skip
         # the forward pass was not told that statistics are due, where the last step was rejected
         self._is_late = has_run_backward and not was_announced and self._is_statistics_step
@@ -575,7 +565,7 @@ class KFAC(Optimizer):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
         pending.guard = Guard(guard.is_deferred, guard.is_good)
-        if not guard.is_deferred or not self._replicas.is_single:
+        if not self._replicas.can_postpone_averages(guard):
             self._update_averages(pending, gradients)
         directions, stacked = self._find_directions(
             gradients, guard.is_void, has_new_statistics=pending.is_averaged
@@ -702,10 +692,10 @@ class KFAC(Optimizer):
     def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
         """Return whether all gradients are finite; of a deferred step directions may tell."""
         squares = self.rule.squares_gradients
-        is_needed = squares or not guard.is_deferred or (means and not self._replicas.is_single)
-        if not is_needed:
-            return True
-        return guard.holds_finite(list(gradients.values()), squares=squares)
+        averages_come_first = means and not self._replicas.can_postpone_averages(guard)
+        if squares or not guard.is_deferred or averages_come_first:
+            return guard.holds_finite(list(gradients.values()), squares=squares)
+        return True
 
     def _update_averages(self, pending: PendingStatistics, gradients: Tensors) -> None:
         """Take statistics up into the averages, once."""

@@ -342,21 +342,9 @@ def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
         )
 
 
-def refuse_spread(options: Options, *, several: bool, teams: bool, shards: bool) -> None:
-    """Raise for options that do not go with `several` processes, their `teams`, or `shards`."""
-    if options.metric.couples_samples and several:
-        raise PullbackError(
-            f"{options.metric!r} does not go with several processes",
-            "it relates the samples of a batch, of which each process has a part",
-            "Use a metric of single samples, such as the likelihood's own",
-        )
-    if options.measures_spectrum and teams:
-        raise PullbackError(
-            "workers= does not go with ekfac=True",
-            "all processes measure in the eigenbases",
-            "Leave workers out, so that all of them hold these",
-        )
-    if options.is_controlled and shards:
+def refuse_shards(options: Options) -> None:
+    """Raise for options that do not go with a sharded model."""
+    if options.is_controlled:
         raise PullbackError(
             "A controlled step does not go with a sharded model",
             "adaptive damping and rules of steps/ look at whole parameters",

@@ -4,12 +4,13 @@ They meet at two places: `sum_statistics` makes the statistics of a step those o
 and `refresh` lets the owner of a block refresh its state, which the others receive. Beside these,
 gradients are averaged where no wrapper does it, directions are sent where few processes hold a
 state, and `state_dict` brings together what is held in parts. With one process all of it does
-nothing.
+nothing. No other file of K-FAC asks whether there are several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -17,7 +18,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from ..._core.flags import checksum
+from ..._core.errors import PullbackError
+from ..._core.flags import Guard, checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
@@ -25,6 +27,7 @@ from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, pack_tri
 from ..checks import refuse_sparse
 from .factors.averages import Average
 from .factors.block import BlockKey
+from .options import Options
 from .rules import RuleState
 from .stacks import Averages, Block, BlockStates, Tensors
 from .statistics.capture import StatisticsCapture
@@ -127,6 +130,26 @@ class Replicas:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.is_single = self.processes.is_single  # where it is read, others may not run
+
+    def refuse_options(self, options: Options) -> None:
+        """Raise for options that do not go with several processes, or with teams of them."""
+        if options.metric.couples_samples:
+            self.refuse_several(
+                f"{options.metric!r} does not go with several processes",
+                "it relates the samples of a batch, of which each process has a part",
+                "Use a metric of single samples, such as the likelihood's own",
+            )
+        if options.measures_spectrum and self.placement.has_several_teams:
+            raise PullbackError(
+                "workers= does not go with ekfac=True",
+                "all processes measure in the eigenbases",
+                "Leave workers out, so that all of them hold these",
+            )
+
+    def refuse_several(self, what: str, why: str, remedy: str) -> None:
+        """Raise this error where several processes train together."""
+        if not self.is_single:
+            raise PullbackError(what, why, remedy)
 
     def meet(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
@@ -333,6 +356,14 @@ class Replicas:
 
     # --- averages ---------------------------------------------------------------------------------
 
+    def can_postpone_averages(self, guard: Guard) -> bool:
+        """Return whether averages take statistics up after the directions of a deferred step.
+
+        A direction that is not finite then voids the statistics as well. Several processes take
+        them up before the directions, once their gradients are known to be finite.
+        """
+        return guard.is_deferred and self.is_single
+
     def keeps(self, key: BlockKey) -> bool:
         """Return whether this process holds the average of a block."""
         return not self._is_owned or self.placement.owners.get(key) in (None, self.processes.rank)
@@ -466,6 +497,20 @@ class Replicas:
         return all_directions, [*all_directions.values()]
 
     # --- saved states -----------------------------------------------------------------------------
+
+    @contextmanager
+    def explain_lost_process(self, call: str) -> Iterator[None]:
+        """Say of a message that fails that another process may not have made this `call`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_single:
+                raise
+            raise PullbackError(
+                f"{call} did not hear from all processes",
+                "each of them holds a part of the state, and one did not call it, or is lost",
+                f"Call {call} on all processes together; one of them may write it",
+            ) from error
 
     def collect(self, states: BlockStates) -> None:
         """Bring the states of all teams here, unless `piece` cuts them; `release` gives them up."""
