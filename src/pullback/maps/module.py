@@ -131,7 +131,7 @@ class ModuleLinearization(Linearization):
             except (RuntimeError, ValueError, IndexError) as error:
                 reraise_fatal(error)
             else:
-                if not record.shared or self._is_unchanged(record, graph, sharing_key):
+                if not record.repeated_nodes or self._is_unchanged(record, graph, sharing_key):
                     return record, graph
             plans[sharing_key] = False
         return self._run_recorded(shapes, 0)
@@ -144,7 +144,7 @@ class ModuleLinearization(Linearization):
         if layers is None:
             layers = ModelLayers(source.model, find_layer)
         record = ForwardRecord(layers, self.leaves)
-        record.samples = samples
+        record.repeat_count = samples
         listening_key = ("listening", *shapes)
         layers.is_listening = source.plans.get(listening_key, True)
         # proofs compare formulas with autograd, and TF32 would hide that they are right
@@ -159,7 +159,7 @@ class ModuleLinearization(Linearization):
 
         The values are compared once per shape; the graph is looked at every time.
         """
-        if not _are_added_to_samples(graph, record.shared):
+        if not _are_added_to_samples(graph, record.repeated_nodes):
             return False
         if sharing_key not in self.map.plans:
             call = self.map.call

@@ -72,6 +72,8 @@ _NO_ROW = -1
 
 @dataclass(frozen=True)
 class _Limits:
+    """Bounds of the memory that labels take."""
+
     #: labels are not copied beyond this many: a convolution's feature maps, merged with channels,
     #: would take 512 MiB of integers
     copied: int = 2**26
@@ -98,7 +100,7 @@ class RowLabels:
     @property
     def rows(self) -> list[int]:
         """The rows that occur, in order."""
-        labels = _without_copies(self.labels).unique()
+        labels = _narrow_expanded_axes(self.labels).unique()
         return labels[labels != _NO_ROW].tolist()
 
 
@@ -118,7 +120,7 @@ class ComputedWeight:
 class OutputParts(TorchFunctionMode):
     """A context of one forward pass in which outputs of weights are followed.
 
-    A recorder calls `start` for each use of a weight.
+    A recorder calls `follow_output` for each use of a weight.
 
     Args:
         names: of the parameters, by `id`.
@@ -129,22 +131,26 @@ class OutputParts(TorchFunctionMode):
         self._names = names
         self._by_tensor: Any = WeakTensorKeyDictionary()
         self._all_labels: list[RowLabels] = []
-        self._has_started = False
+        #: whether a recorder has labelled the output of the function that was called last
+        self._is_recorded = False
         #: weights that no recorder knows, since they were computed from parameters
         self.computed: list[ComputedWeight] = []
-        #: parameters that a function inside of `torch.vmap` used as a weight
+        #: names of parameters that a function inside of `torch.vmap` used as a weight
         self.vmapped: set[str] = set()
 
-    def start(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
-        """Follow the output of a module, or of a function that it stands for."""
-        axes = output_axes(module, output.ndim)
+    def follow_output(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
+        """Label the output of a weight's use by its rows, and follow it from here on.
+
+        The module is the one that uses the weight, or that represents such a function.
+        """
+        axes = list_row_axes(module, output.ndim)
         if weight is None or not axes or not output.numel():
             return
-        self._label(frozenset({weight}), output, axes)
-        self._has_started = True
+        self._set_initial_labels(frozenset({weight}), output, axes)
+        self._is_recorded = True
 
-    def parts(self) -> dict[str, list[list[int]]]:
-        """Return, by weight, the rows that are used together, each row in one part."""
+    def collect_parts(self) -> dict[str, list[list[int]]]:
+        """Return, by weight, its rows in groups that are used together, each row in one group."""
         used: dict[str, list[list[int]]] = {}
         for labels in self._all_labels:
             if labels.is_used or not labels.is_followed:
@@ -156,18 +162,18 @@ class OutputParts(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._has_started = False
+        self._is_recorded = False
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        self._follow(name, func, args, kwargs, result)
-        if name in _WEIGHTED and not self._has_started:
-            self._start_made(name, args, kwargs, result)
+        self._pass_on_labels(name, func, args, kwargs, result)
+        if name in _WEIGHTED and not self._is_recorded:
+            self._follow_computed_weight(name, args, kwargs, result)
         return result
 
-    def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Give the labels of the arguments to the result, or mark them as used."""
+    def _pass_on_labels(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the labels of a function's arguments to its result, or mark them as used."""
         arguments = _list_tensors((args, kwargs))
-        sources = self._labels_of(arguments)
+        sources = self._find_labels(arguments)
         if not sources:
             return
         results = _list_tensors(result)
@@ -177,8 +183,8 @@ class OutputParts(TorchFunctionMode):
             self._use_halves(args, kwargs, sources)
             return
         labels = None
-        if not self._has_started and name not in _CONTRACTIONS:
-            labels = self._carry_over(name, func, args, kwargs, results, arguments)
+        if not self._is_recorded and name not in _CONTRACTIONS:
+            labels = self._derive_labels(name, func, args, kwargs, results, arguments)
         if labels is None:
             _mark_used(sources)
             return
@@ -187,35 +193,41 @@ class OutputParts(TorchFunctionMode):
             self._all_labels.append(row_labels)
             self._by_tensor[tensor] = row_labels
 
-    def _labels_of(self, tensors: Iterable[Tensor]) -> list[RowLabels]:
-        """The labels of those tensors that have any."""
+    def _find_labels(self, tensors: Iterable[Tensor]) -> list[RowLabels]:
+        """Return the labels of those tensors that have any."""
         return [self._by_tensor[t] for t in tensors if t in self._by_tensor]
 
-    def _carry_over(
+    def _derive_labels(
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
         arguments: list[Tensor],
     ) -> list[RowLabels] | None:  # fmt: skip
-        """Labels of the results; None where the function mixes rows."""
+        """Return the labels of a function's results; None where it mixes rows."""
         if name in _MOVES:
             return self._relabel(name, func, args, kwargs, results, arguments)
         if len(results) != 1:
             return None
-        sources = self._labels_of(arguments)
+        sources = self._find_labels(arguments)
         is_linear = name in _LINEAR and all(source.is_linear for source in sources)
-        if is_linear and name in _SUMS and _have_other_rows(sources):
-            # a rotary embedding adds odd rows to even ones: they belong to one matrix
-            joined = torch.cat([_without_copies(source.labels).flatten() for source in sources])
-            self._all_labels.append(RowLabels(sources[0].weights, joined, is_used=True))
+        if is_linear and name in _SUMS and _have_different_rows(sources):
+            self._join_summed_rows(sources)
             sources = sources[:1]
-        labels = _common_labels(sources, results[0].shape)
+        labels = _find_common_labels(sources, results[0].shape)
         if labels is None:
             return None
         labels.is_linear = is_linear
         return [labels]
 
+    def _join_summed_rows(self, sources: Sequence[RowLabels]) -> None:
+        """Mark rows of one weight that are added as used together: they belong to one matrix.
+
+        A rotary embedding adds odd rows to even ones.
+        """
+        joined = torch.cat([_narrow_expanded_axes(source.labels).flatten() for source in sources])
+        self._all_labels.append(RowLabels(sources[0].weights, joined, is_used=True))
+
     def _use_halves(self, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> None:
         """Mark the two halves that a gated linear unit multiplies as used, each by itself."""
-        dim = _second_argument(args, kwargs, "dim", -1)
+        dim = _get_second_argument(args, kwargs, "dim", -1)
         if len(sources) != 1 or not isinstance(dim, int):
             _mark_used(sources)
             return
@@ -227,16 +239,19 @@ class OutputParts(TorchFunctionMode):
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
         arguments: list[Tensor],
     ) -> list[RowLabels] | None:  # fmt: skip
-        """Apply a selection to the labels; None where that is not possible."""
-        sources = self._labels_of(arguments)
+        """Return the labels, selected or moved as the function does it with the entries.
+
+        None where that is not possible.
+        """
+        sources = self._find_labels(arguments)
         weights = sources[0].weights
         if any(source.weights != weights for source in sources):
             return None
         try:
             if name in _RESHAPES:
-                labels = [_reshape(sources[0].labels, results[0].shape)]
+                labels = [_reshape_labels(sources[0].labels, results[0].shape)]
             else:
-                labels = self._apply(name, func, args, kwargs)
+                labels = self._call_with_labels(name, func, args, kwargs)
         except Exception as error:  # an index on another device, or a view as another dtype
             reraise_fatal(error)
             return None
@@ -245,8 +260,8 @@ class OutputParts(TorchFunctionMode):
         is_linear = all(source.is_linear for source in sources)
         return [RowLabels(weights, t, is_linear) for t in labels]
 
-    def _apply(self, name: str, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """Call the function with the labels in the place of the tensors."""
+    def _call_with_labels(self, name: str, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return what the function makes of the labels in the place of the tensors."""
 
         def swap(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -259,18 +274,18 @@ class OutputParts(TorchFunctionMode):
 
         labels_args, labels_kwargs = pytree.tree_map(swap, (args, kwargs))
         if name == "pad":
-            return [_pad(*labels_args, **labels_kwargs)]
+            return [_pad_labels(*labels_args, **labels_kwargs)]
         return _list_tensors(func(*labels_args, **labels_kwargs))
 
-    def _start_made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Follow the output of a weight that was computed from parameters."""
-        weight = _second_argument(args, kwargs, "weight", None)
+    def _follow_computed_weight(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Follow the result of a function whose weight was computed from parameters."""
+        weight = _get_second_argument(args, kwargs, "weight", None)
         if isinstance(weight, Tensor) and is_batchedtensor(weight):
-            self._note_vmapped((args, kwargs))
+            self._add_vmapped((args, kwargs))
             return
         if not isinstance(weight, Tensor) or weight.grad_fn is None:
             return
-        below = frozenset(self._parameters_below(weight))
+        below = frozenset(self._find_parameters_below(weight))
         if not below:
             return
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
@@ -281,10 +296,10 @@ class OutputParts(TorchFunctionMode):
         else:
             axis = 1 - weight.ndim
         if result.ndim >= -axis and result.numel():
-            self._label(below, result, (axis,))
+            self._set_initial_labels(below, result, (axis,))
 
-    def _note_vmapped(self, arguments: Any) -> None:
-        """Note the parameters that are arguments of a function inside of `torch.vmap`."""
+    def _add_vmapped(self, arguments: Any) -> None:
+        """Add the parameters that are arguments of a function inside of `torch.vmap`."""
         for tensor in _list_tensors(arguments):
             unbatched = tensor
             while is_batchedtensor(unbatched):
@@ -293,8 +308,8 @@ class OutputParts(TorchFunctionMode):
             if name is not None:
                 self.vmapped.add(name)
 
-    def _parameters_below(self, weight: Tensor) -> Iterable[str]:
-        """The parameters that a weight was computed from."""
+    def _find_parameters_below(self, weight: Tensor) -> Iterable[str]:
+        """Yield the names of the parameters that a weight was computed from."""
         visited: set[Any] = set()
         nodes: list[Any] = [weight.grad_fn]
         while nodes:
@@ -307,21 +322,24 @@ class OutputParts(TorchFunctionMode):
                 yield name
             nodes.extend(below for below, _ in node.next_functions)
 
-    def _label(self, weights: frozenset[str], output: Tensor, axes: Sequence[int]) -> None:
-        labels = RowLabels(weights, _initial_labels(output, axes))
+    def _set_initial_labels(
+        self, weights: frozenset[str], output: Tensor, axes: Sequence[int]
+    ) -> None:
+        """Label an output by the rows that its `axes` count, whatever it was labelled before."""
+        labels = RowLabels(weights, _make_initial_labels(output, axes))
         if output in self._by_tensor:  # a function inside of a module, which shows it again
             self._by_tensor[output].is_followed = True
         self._all_labels.append(labels)
         self._by_tensor[output] = labels
 
 
-def output_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
+def list_row_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
     """Return the axes of an output that count rows of the module's weight, the slowest first.
 
     Empty for a module whose output does not have a row of its weight behind each entry.
     """
     if isinstance(module, WeightNormUse):
-        return output_axes(module.inner, ndim)
+        return list_row_axes(module.inner, ndim)
     if isinstance(module, nn.modules.conv._ConvNd):
         return (-1 - len(module.kernel_size),)
     if isinstance(module, ProductUse):
@@ -347,8 +365,8 @@ def merge_overlapping(row_sets: Iterable[Iterable[int]]) -> list[list[int]]:
     return sorted(sorted(rows) for rows in merged if rows)
 
 
-def _initial_labels(output: Tensor, axes: Sequence[int]) -> Tensor:
-    """The number of the row at each entry, without memory along the other axes."""
+def _make_initial_labels(output: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return the number of the row at each entry, expanded along the other axes."""
     sizes = [output.shape[axis] for axis in axes]
     rows = torch.arange(prod(sizes), dtype=torch.int32).view(sizes)
     # put the axes in the order that the output has them in, then spread over all of its axes
@@ -359,15 +377,16 @@ def _initial_labels(output: Tensor, axes: Sequence[int]) -> Tensor:
     return rows.permute(order).reshape(shape).expand(output.shape)
 
 
-def _without_copies(labels: Tensor) -> Tensor:
-    """The labels at the first place of every axis along which they were expanded."""
+def _narrow_expanded_axes(labels: Tensor) -> Tensor:
+    """Return the labels with length 1 along every axis along which they were expanded."""
     for axis, stride in enumerate(labels.stride()):
         if stride == 0 and labels.shape[axis] > 1:
             labels = labels.narrow(axis, 0, 1)
     return labels
 
 
-def _reshape(labels: Tensor, shape: Sequence[int]) -> Tensor:
+def _reshape_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the labels in another shape; raise if that needs a copy which is too large."""
     try:
         return labels.view(shape)
     except RuntimeError:
@@ -376,19 +395,22 @@ def _reshape(labels: Tensor, shape: Sequence[int]) -> Tensor:
         return labels.reshape(shape)
 
 
-def _pad(labels: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
-    """Labels of what `F.pad` returns."""
+def _pad_labels(labels: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    """Return the labels of what `F.pad` returns; constant padding has no row."""
     if mode != "constant":
         return F.pad(labels, pad, mode)
     return F.pad(labels, pad, value=_NO_ROW)
 
 
-def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> RowLabels | None:
-    """Labels of what is computed entry by entry from these tensors; None where rows meet others."""
+def _find_common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> RowLabels | None:
+    """Return the labels of what is computed entry by entry from these tensors.
+
+    None where entries of different rows meet.
+    """
     first = sources[0]
     if any(source.labels.shape != shape for source in sources):
         return None
-    if all(_equal(source.labels, first.labels) for source in sources[1:]):
+    if all(_are_equal(source.labels, first.labels) for source in sources[1:]):
         weights = frozenset[str]().union(*(source.weights for source in sources))
         return RowLabels(weights, first.labels)
     # a rotary embedding adds to a tensor its own entries in another order
@@ -398,12 +420,12 @@ def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> RowLab
 
 
 def _have_same_rows(one: RowLabels, two: RowLabels) -> bool:
-    """Return whether two tensors come from the same rows of the same weights, in any order."""
+    """Return True if two tensors come from the same rows of the same weights, in any order."""
     return one.weights == two.weights and one.rows == two.rows
 
 
-def _have_other_rows(sources: Sequence[RowLabels]) -> bool:
-    """Return whether tensors of one shape come from one weight, and from other rows of it."""
+def _have_different_rows(sources: Sequence[RowLabels]) -> bool:
+    """Return True if tensors of one shape come from different rows of one weight."""
     first = sources[0]
     if any(s.weights != first.weights or s.labels.shape != first.labels.shape for s in sources):
         return False
@@ -411,12 +433,12 @@ def _have_other_rows(sources: Sequence[RowLabels]) -> bool:
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results."""
+    """Return the tensors in nested arguments or results."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
-    """The argument of this name, which may also be the second one by position."""
+def _get_second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
+    """Return the argument of this name, which may also be the second one by position."""
     if name in kwargs:
         return kwargs[name]
     if len(args) > 1:
@@ -424,11 +446,11 @@ def _second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
     return default
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
+def _are_equal(one: Tensor, two: Tensor) -> bool:
     if one is two:
         return True
-    one = _without_copies(one)
-    two = _without_copies(two)
+    one = _narrow_expanded_axes(one)
+    two = _narrow_expanded_axes(two)
     return one.shape == two.shape and torch.equal(one, two)
 
 

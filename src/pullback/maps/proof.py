@@ -39,7 +39,7 @@ class ProofLimits:
 
 
 _LIMITS = ProofLimits()
-_HIDDEN = f"{ELSEWHERE}, whose dropout hides which part of the gradient is whose"
+_HIDDEN_BY_DROPOUT = f"{ELSEWHERE}, whose dropout hides which part of the gradient is whose"
 
 
 class Proof:
@@ -61,8 +61,8 @@ class Proof:
         self._noise: dict[str, Tensor] = {}
         #: gradients of layers run by themselves, compared with instead of the loss's
         self._isolated: dict[str, Tensor] = {}
-        #: the same in half precision, which must be the loss's
-        self._rounded: dict[str, Tensor] = {}
+        #: the same in the half precision of the pass, which must agree with the loss's gradients
+        self._isolated_half: dict[str, Tensor] = {}
         #: parameters of layers with dropout that are used elsewhere too
         self._elsewhere: Collection[str] = ()
         #: the uses of layers that users registered, whose formula may be wrong
@@ -71,7 +71,10 @@ class Proof:
     def add(
         self, values: Mapping[str, Tensor], scale: Tensor | float, size: Tensor | float, count: int
     ) -> None:
-        """Add one term each, from `count` cotangents of norm `scale` and inputs of norm `size`."""
+        """Add a term to the gradient of each parameter, with the round-off that it may have.
+
+        The term comes from `count` cotangents of norm `scale` and from inputs of norm `size`.
+        """
         for name, value in values.items():
             noise = 10 * torch.finfo(value.dtype).eps * scale * (size + count**0.5)
             accumulate(self._formula, {name: _fold(value)})
@@ -92,7 +95,7 @@ class Proof:
         self.add(values, norm(delta), size, delta.numel())
         if has_half_precision and entry.layer.curvature == "units":
             accumulate(self._isolated, differentiate_layer(entry, delta, torch.float32))
-            accumulate(self._rounded, differentiate_layer(entry, delta))
+            accumulate(self._isolated_half, differentiate_layer(entry, delta))
         if not type(entry.layer).__module__.startswith(_PACKAGE):  # others' cotangents take memory
             for name in values:
                 self._uses.setdefault(name, []).append((entry, delta))
@@ -106,7 +109,7 @@ class Proof:
         self._elsewhere = elsewhere
 
     def find_unexplained(self, truth: Mapping[str, Tensor | None]) -> dict[str, str]:
-        """Return the parameters whose gradient is not what the formulas give, with the reason.
+        """Return the reason for each parameter whose gradient is not what the formulas give.
 
         The reason is empty for a parameter that neither the layers nor the graph used.
         """
@@ -125,18 +128,18 @@ class Proof:
     def _find_reason(self, name: str, gradient: Tensor) -> str:
         """Return why the formula does not explain the gradient; empty if it does."""
         if name in self._elsewhere:
-            return _HIDDEN
-        rounded = self._rounded.get(name)
-        if rounded is not None:
-            tolerance = relative_tolerance(rounded.dtype)
-            if not _is_close(gradient, rounded, tolerance):
+            return _HIDDEN_BY_DROPOUT
+        isolated_half = self._isolated_half.get(name)
+        if isolated_half is not None:
+            tolerance = relative_tolerance(isolated_half.dtype)
+            if not _is_close(gradient, isolated_half, tolerance):
                 return ELSEWHERE
         reference = self._isolated.get(name, gradient)
         formula = self._formula[name]
         limit = self._choose_limit(reference.dtype)
         if _is_close(formula, _fold(reference.to(formula.dtype)), limit, self._noise[name]):
             return ""
-        return self._blame(name, gradient, limit)
+        return self._explain_difference(name, gradient, limit)
 
     def _choose_limit(self, dtype: torch.dtype) -> float:
         """Return the relative difference that is allowed for gradients of this dtype."""
@@ -147,7 +150,7 @@ class Proof:
             return limit + 0.05
         return limit
 
-    def _blame(self, name: str, gradient: Tensor, limit: float) -> str:
+    def _explain_difference(self, name: str, gradient: Tensor, limit: float) -> str:
         """Return the reason: a wrong formula, or a use of the parameter outside its layer."""
         uses = self._uses.get(name, [])
         isolated: dict[str, Tensor] = {}

@@ -30,8 +30,8 @@ from .layers.scale import Normalization
 from .output_parts import OutputParts
 
 _HALF = (torch.float16, torch.bfloat16)
-_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
-_ROWS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+_BATCH_NORM_NODES = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+_SAVED_INPUTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _PACKING = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", None)
 
@@ -46,7 +46,7 @@ class Site:
     names: dict[str, str | None]
     #: references to these parameters, so that no other tensor gets the `id` of one of them
     parameters: tuple[Tensor | None, ...]
-    #: an identifier that other sites do not have
+    #: what distinguishes the site from others: its path, its layer and the names
     mark: tuple[Any, ...]
     #: whether the module represents a function that was called
     is_function: bool = False
@@ -82,11 +82,11 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Which parameters, in which roles, by which kind of layer."""
+        """The layer and its parameters: uses with the same key share one block of rows."""
         return (self.layer, *self.names.values())
 
     def restrict(self, leaves: Collection[str]) -> bool:
-        """Forget parameters that are not among these; return whether one is left."""
+        """Take the parameters that are not among these for frozen; return True if one is left."""
         names = {role: name if name in leaves else None for role, name in self.names.items()}
         if names != self.names:
             mark = (self.path, self.layer, *names.items())
@@ -95,8 +95,11 @@ class Entry:
         return any(names.values())
 
 
-def edge_of(output: Tensor) -> GradientEdge:
-    """Where the cotangent of a computed tensor appears: `get_gradient_edge`, in fewer steps."""
+def find_output_edge(output: Tensor) -> GradientEdge:
+    """Return the edge at which the cotangent of a computed tensor appears.
+
+    It is `get_gradient_edge`, in fewer steps.
+    """
     node = output.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # which does not own its graph
         return get_gradient_edge(output)
@@ -149,14 +152,17 @@ class ModelLayers:
 
     @property
     def is_current(self) -> bool:
-        """True if the model still has the same modules."""
+        """Return True if the model still has the same modules, of the same types."""
         for module, module_type, children in self._structure:
             if type(module) is not module_type or module._modules != children:
                 return False
         return True
 
     def name_leaves(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
-        """Return the names of these parameters by `id`, and forget the sites of others."""
+        """Return the names of these parameters by `id`.
+
+        Another mapping than in the last call empties the cache of sites.
+        """
         if leaves is not self._leaves:
             self._leaves = leaves
             self._known = {}
@@ -192,7 +198,10 @@ class ModelLayers:
         layer: Layer,
         parameters: Mapping[str, Tensor | None],
     ) -> Site:
-        """Return the site; one without a path is named after its first parameter."""
+        """Return a new site; one without a path is that of a function.
+
+        It gets the name of its first parameter as its path.
+        """
         names = {role: self._names.get(id(tensor)) for role, tensor in parameters.items()}
         is_function = path is None
         if path is None:
@@ -238,9 +247,10 @@ class CompoundCall:
     args: Any
     kwargs: dict[str, Any]
     edges: list[GradientEdge | None]
-    #: what its replay leaves out, and then where its arguments stand in the graph
-    note: str
-    below: list[GradientEdge]
+    #: what its replay leaves out, in words; empty if it leaves out nothing
+    omission: str
+    #: where its arguments stand in the graph, if the replay leaves something out
+    argument_edges: list[GradientEdge]
 
 
 class ForwardRecord:
@@ -262,7 +272,7 @@ class ForwardRecord:
         self.entries: list[Entry] = []
         self.compounds: list[CompoundCall] = []
         #: how many nodes the pass added to the graph: it shows what is done outside of layers
-        self.nodes = 0
+        self.node_count = 0
         #: the linear layer that gave a large output
         self.head: int | None = None
         self._names = layers.name_leaves(leaves)
@@ -271,11 +281,11 @@ class ForwardRecord:
         #: follows the outputs of weights, where somebody asks how they are split
         self.outputs: OutputParts | None = None
         #: nodes of the outputs of layers whose parameters do not take part, if outputs are followed
-        self.untrained: list[Any] = []
-        #: for how many samples outputs of shared embeddings are repeated; 0: they stay as they are
-        self.samples = 0
+        self.untrained_nodes: list[Any] = []
+        #: for how many samples outputs of shared embeddings are repeated; 0 leaves them as they are
+        self.repeat_count = 0
         #: nodes of the outputs that were repeated
-        self.shared: set[Any] = set()
+        self.repeated_nodes: set[Any] = set()
 
     def follow_outputs(self) -> None:
         """Let the pass show how outputs of weights are split; call it before the pass."""
@@ -285,7 +295,7 @@ class ForwardRecord:
     def stop_following(self) -> None:
         """Let go of what `follow_outputs` holds of the graph."""
         self.outputs = None
-        self.untrained = []
+        self.untrained_nodes = []
 
     def __enter__(self) -> ForwardRecord:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
@@ -301,11 +311,11 @@ class ForwardRecord:
             self._mode.__enter__()
         if self.outputs is not None:
             self.outputs.__enter__()
-        self.nodes = -_AUTOGRAD._get_sequence_nr()
+        self.node_count = -_AUTOGRAD._get_sequence_nr()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.nodes += _AUTOGRAD._get_sequence_nr()
+        self.node_count += _AUTOGRAD._get_sequence_nr()
         if self.outputs is not None:
             self.outputs.__exit__(*exc)
         if self._mode is not None:
@@ -322,23 +332,29 @@ class ForwardRecord:
     def add_module_use(
         self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
     ) -> Tensor | None:
-        """Write down a module's use of its parameters; return the output to go on with."""
+        """Record a module's use of its parameters; return the output that replaces the module's.
+
+        None leaves the module's output in place.
+        """
         site = self.layers.find_site(path, module, layer)
         if site is None:
             if self.outputs is not None and layer.curvature == "kronecker":
-                self.untrained.append(output.grad_fn)
+                self.untrained_nodes.append(output.grad_fn)
             return None
-        if self._shows_more(site, output):
+        if self._function_used_more(site, output):
             return None
         is_built_in = type(layer).__module__.startswith(__package__ or "")
         if is_built_in:  # such a layer calls one function
             self._forget_functions(site.names.values(), 1)
         else:
             self._forget_functions(site.names.values())
-        return self._write_down(site, x, output)
+        return self._add_use(site, x, output)
 
-    def _shows_more(self, site: Site, output: Tensor) -> bool:
-        """Return True if the last function used more: what the module's weight was made of."""
+    def _function_used_more(self, site: Site, output: Tensor) -> bool:
+        """Return True if the last recorded function gave the output, and used more parameters.
+
+        These are the ones from which the module's weight was computed.
+        """
         if not self.entries or output.grad_fn is None:
             return False
         last = self.entries[-1]
@@ -349,10 +365,18 @@ class ForwardRecord:
     def add_function_use(
         self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor
     ) -> Tensor:
-        """Write down a use by a function, of the module that stands for it."""
-        return self._write_down(self.layers.find_function_site(key, make), x, output)
+        """Record a function's use of parameters, as one of the module that represents it.
 
-    def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
+        Returns:
+            The output that replaces the function's.
+        """
+        return self._add_use(self.layers.find_function_site(key, make), x, output)
+
+    def _add_use(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
+        """Append an entry; return the output to go on with, whose edge is the entry's.
+
+        It is a copy where the output is a view, and repeated by sample for a shared embedding.
+        """
         if x.is_nested or output.is_nested:
             raise PullbackError(
                 f"The layer of {site.path!r} received a nested tensor",
@@ -360,29 +384,31 @@ class ForwardRecord:
                 "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
                 "do not give the layer's parameters to the optimizer",
             )
-        has_shared_input = self.samples > 0 and _is_shared_embedding(site.module, x, self.samples)
+        has_shared_input = self.repeat_count > 0 and _is_shared_embedding(
+            site.module, x, self.repeat_count
+        )
         if has_shared_input:
-            x = _repeat_for_samples(x, self.samples, 0)
-            output = _repeat_for_samples(output, self.samples, 1)
+            x = _repeat_for_samples(x, self.repeat_count, 0)
+            output = _repeat_for_samples(output, self.repeat_count, 1)
         if output._is_view():  # an in-place activation would replace a view's node
             output = output.clone()
         if has_shared_input:
-            self.shared.add(output.grad_fn)
+            self.repeated_nodes.add(output.grad_fn)
         normalization = None
         if site.layer.curvature == "units":
             normalization = _read_normalization(output)
             x = x.detach()
         else:
             x = _read_used_input(x, output)
-        self.entries.append(Entry(site, x, edge_of(output), output.shape, normalization))
+        self.entries.append(Entry(site, x, find_output_edge(output), output.shape, normalization))
         if self.outputs is not None:
-            self.outputs.start(site.names.get("weight"), site.module, output)
+            self.outputs.follow_output(site.names.get("weight"), site.module, output)
         return output
 
     def add_compound_call(
         self, path: str, module: nn.Module, compound: Any, arguments: tuple[Any, Any], output: Any
     ) -> Any:
-        """Write down a call of a compound layer; return the output to go on with."""
+        """Record a call of a compound layer; return the output that replaces the layer's."""
         self._forget_functions({self.name(p) for p in module.parameters()})
         output = _separate(output, compound.select_outputs(module, output))
         call = _record_call(path, module, compound, arguments, output)
@@ -391,7 +417,10 @@ class ForwardRecord:
         return output
 
     def _forget_functions(self, names: Collection[str | None], count: int | None = None) -> None:
-        """Strike out the last functions that use these parameters alone: a module shows them."""
+        """Remove the last uses by functions, of these parameters alone: a module shows them.
+
+        At most `count` of them are removed; None stands for all.
+        """
         if count is None:
             remaining = len(self.entries)
         else:
@@ -403,18 +432,18 @@ class ForwardRecord:
             remaining -= 1
 
     def restrict(self, leaves: Mapping[str, Tensor]) -> None:
-        """Let only these of the parameters take part: strike out the uses of others."""
+        """Let only these of the parameters take part, and remove the uses of others."""
         self._names = self.layers.name_leaves(leaves)
         self.entries = [entry for entry in self.entries if entry.restrict(leaves)]
 
     # --- parameters and the model ---------------------------------------------------------------
 
     def is_parameter(self, t: Tensor) -> bool:
-        """Whether it is a parameter that takes part."""
+        """Return True if the tensor is a parameter that takes part."""
         return id(t) in self._names
 
     def name(self, parameter: Tensor | None) -> str | None:
-        """The name of a parameter that takes part."""
+        """Return the name of a parameter that takes part; None for other tensors."""
         if parameter is None:
             return None
         return self._names.get(id(parameter))
@@ -425,7 +454,7 @@ class ForwardRecord:
         return tuple([module.training for module in self.layers.modules.values()])
 
     def signature(self, call: Call) -> Any:
-        """What the established structure depends on: parameters, layers, shapes and modes."""
+        """Return a key of what the structure depends on: parameters, layers, shapes and modes."""
         layers = tuple(
             (e.path, e.shape, tuple(e.input.shape), e.module.training) for e in self.entries
         )
@@ -435,40 +464,44 @@ class ForwardRecord:
 
     # --- the graph ------------------------------------------------------------------------------
 
-    def release(self, node: Any) -> None:
-        """Drop the references to this node of the graph; `edges` gets it again."""
+    def release(self, output_node: Any) -> None:
+        """Drop the references to the node of the model's output; `edges` gets it again."""
         empty: Any = None
         for entry in self.entries:
-            if entry.edge.node is node:
+            if entry.edge.node is output_node:
                 entry.edge = GradientEdge(empty, entry.edge.output_nr)
         for call in self.compounds:
             for i, edge in enumerate(call.edges):
-                if edge is not None and edge.node is node:
+                if edge is not None and edge.node is output_node:
                     call.edges[i] = GradientEdge(empty, edge.output_nr)
-            call.below[:] = [e for e in call.below if e.node is not node]
+            edges = call.argument_edges
+            edges[:] = [edge for edge in edges if edge.node is not output_node]
 
-    def edges(self, node: Any) -> list[GradientEdge]:
+    def edges(self, output_node: Any) -> list[GradientEdge]:
         """Return the edges of the layers' outputs, then those of compound layers' outputs.
 
-        `node` is the one that `release` dropped.
+        `output_node` is the one that `release` dropped, None if it was not called.
         """
         edges = [entry.edge for entry in self.entries]
         for call in self.compounds:
             edges.extend(edge for edge in call.edges if edge is not None)
         for i, edge in enumerate(edges):
             if edge.node is None:
-                edges[i] = GradientEdge(node, edge.output_nr)
+                edges[i] = GradientEdge(output_node, edge.output_nr)
         return edges
 
     def find_head(self, node: Any) -> bool:
-        """Note the plain linear layer of this node, before it is released; True if there is one."""
+        """Set `head` to the plain linear layer with this output node; return True if there is one.
+
+        It is called before the node is released.
+        """
         for i, entry in enumerate(self.entries):
             if type(entry.module) is nn.Linear and entry.edge.node is node:
                 self.head = i
         return self.head is not None
 
     def head_output(self, dtype: torch.dtype) -> Tensor:
-        """Return the output of the head, computed again: logits take much memory if kept."""
+        """Compute the output of the head again, and return it: logits take much memory if kept."""
         assert self.head is not None
         entry = self.entries[self.head]
         parameters: Any = entry.module._parameters
@@ -536,17 +569,17 @@ def _record_call(
     edges: list[GradientEdge | None] = []
     for tensor in compound.select_outputs(module, output):
         if tensor.requires_grad:
-            edges.append(edge_of(tensor))
+            edges.append(find_output_edge(tensor))
         else:
             edges.append(None)
     if all(edge is None for edge in edges):
         return None
-    note = compound.describe_omission(module)
-    below = []
-    if note:
-        below = [edge_of(t) for t in list_tensors(arguments) if t.requires_grad]
+    omission = compound.describe_omission(module)
+    argument_edges = []
+    if omission:
+        argument_edges = [find_output_edge(t) for t in list_tensors(arguments) if t.requires_grad]
     args, kwargs = (detach_tensors(tree) for tree in arguments)
-    return CompoundCall(path, module, compound, args, kwargs, edges, note, below)
+    return CompoundCall(path, module, compound, args, kwargs, edges, omission, argument_edges)
 
 
 def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
@@ -604,8 +637,8 @@ def _find_saved_input(node: Any) -> Tensor | None:
     for _ in range(3):
         if node is None:
             return None
-        if node.name() in _ROWS:
-            return getattr(node, _ROWS[node.name()])
+        if node.name() in _SAVED_INPUTS:
+            return getattr(node, _SAVED_INPUTS[node.name()])
         if not node.next_functions:
             return None
         node = node.next_functions[0][0]
@@ -615,7 +648,7 @@ def _find_saved_input(node: Any) -> Tensor | None:
 def _read_normalization(output: Tensor) -> Normalization | None:
     """Return mean and 1/σ of the batch, which a normalization saves for its backward pass."""
     node: Any = output.grad_fn
-    if node is None or node.name() not in _NORMS or _has_packed_tensors():
+    if node is None or node.name() not in _BATCH_NORM_NODES or _has_packed_tensors():
         return None
     mean = node._saved_result1.detach()
     scale = node._saved_result2.detach()

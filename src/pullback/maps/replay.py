@@ -85,13 +85,13 @@ class CompoundReplays:
         remarks: dict[str, str] = {}
         for reached in self._list_calls_with_dropout():
             call = reached.call
-            text = f"{type(call.module).__name__}, replayed without {call.note}"
+            text = f"{type(call.module).__name__}, replayed without {call.omission}"
             remarks |= dict.fromkeys(self._find_trained_parameters(call), text)
         return remarks
 
     def _list_calls_with_dropout(self) -> list[ReachedCall]:
         """Return the calls whose replay leaves dropout out."""
-        return [reached for reached in self._reached if reached.call.note]
+        return [reached for reached in self._reached if reached.call.omission]
 
     def _find_trained_parameters(self, call: CompoundCall) -> dict[str, Tensor]:
         """Return the parameters of a layer that take part in the pass, by name."""
@@ -127,7 +127,9 @@ class CompoundReplays:
             accumulate(gradients, self._pull_without_dropout(reached))
         nodes_outside = set()
         if gradients:
-            subgraphs = [(reached.call.edges, reached.call.below) for reached in with_dropout]
+            subgraphs = [
+                (reached.call.edges, reached.call.argument_edges) for reached in with_dropout
+            ]
             nodes_outside = find_nodes_reached_outside(self._forward.root, subgraphs)
         leaves = self._forward.leaves
         used_outside = {n for n in gradients if get_gradient_edge(leaves[n]).node in nodes_outside}

@@ -92,7 +92,7 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
         PullbackError: for parameters without a shape yet.
     """
     module = unwrap_model(model)
-    leaves = _copies(module)
+    leaves = _copy_parameters(module)
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
     swapped = _reparametrize_module(module, {**leaves, **buffers}, tie_weights=True)
     with torch.enable_grad(), call.replay_context(), swapped:
@@ -103,8 +103,8 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
         return assign_roles(module, record, result, leaves)
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    """The floating-point parameters as leaves of a graph of their own, by name."""
+def _copy_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point parameters as leaves of a graph of their own, by name."""
     out = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -128,25 +128,25 @@ def assign_roles(
     """
     assert record.outputs is not None
     uses = _group_uses(record)
-    taps = _compound_roles(record)
+    inner_roles = _find_inner_roles(record)
     heads = _find_heads(record, result)
-    row_sets = record.outputs.parts()
+    row_sets = record.outputs.collect_parts()
     computed: dict[str, ComputedWeight] = {}
     for weight in record.outputs.computed:
         computed |= dict.fromkeys(weight.parameters, weight)
-    known = uses.keys() | taps.keys() | computed.keys()
+    known = uses.keys() | inner_roles.keys() | computed.keys()
     others = {name: p for name, p in parameters.items() if name not in known}
     unknown = describe_unknown_uses(result, others, record.outputs.vmapped)
     by_module = _RolesByModule(model)
     roles = []
     for name, parameter in parameters.items():
         if name in uses:
-            role = _role_from_uses(name, parameter, uses[name], row_sets.get(name, []), heads)
-        elif name in taps:
-            role = taps[name]
+            role = _assign_from_uses(name, parameter, uses[name], row_sets.get(name, []), heads)
+        elif name in inner_roles:
+            role = inner_roles[name]
         elif name in computed:
             rows_used_together = row_sets.get(name, [])
-            role = _role_of_source(
+            role = _describe_weight_source(
                 name, parameter, computed[name], rows_used_together, name in heads
             )
         elif name in unknown:
@@ -158,7 +158,7 @@ def assign_roles(
 
 
 def _group_uses(record: ForwardRecord) -> dict[str, list[_Use]]:
-    """The uses of each parameter by layers and functions."""
+    """Return the uses of each parameter by layers and functions."""
     uses: dict[str, list[_Use]] = {}
     for entry in record.entries:
         for parameter_key, name in entry.names.items():
@@ -183,7 +183,7 @@ class _Use:
 
     @property
     def layer_name(self) -> str:
-        """The layer in words."""
+        """Return the layer in words."""
         return describe_layer(self.module)
 
     @property
@@ -199,11 +199,11 @@ class _Use:
         return isinstance(self.module, nn.modules.conv._ConvNd)
 
 
-def _role_from_uses(
+def _assign_from_uses(
     name: str, parameter: Tensor, uses: Sequence[_Use], row_sets: Sequence[Sequence[int]],
     heads: Collection[str],
 ) -> ParameterRole:  # fmt: skip
-    """The role of a parameter that known layers use."""
+    """Return the role of a parameter that known layers use."""
     if any(use.is_lookup for use in uses):
         reason = "its rows are looked up"
         if name in heads:
@@ -214,33 +214,33 @@ def _role_from_uses(
     if not matrices:
         reason = f"{uses[0].parameter_key} of {layer_name}"
         return ParameterRole(name, Role.VECTOR, (), 0, reason)
-    return _role_from_matrices(
+    return _assign_from_matrices(
         name, parameter, matrices, row_sets, f"weight of {layer_name}", name in heads
     )
 
 
-def _role_from_matrices(
+def _assign_from_matrices(
     name: str, parameter: Tensor, uses: Sequence[_Use], row_sets: Sequence[Sequence[int]],
     reason: str, is_head: bool,
 ) -> ParameterRole:  # fmt: skip
-    """The role of a parameter that layers use as a matrix, as filters or as a stack of matrices."""
+    """Return the role of a parameter that is used as a matrix, as filters or as a stack."""
     convolutions = [use.module for use in uses if use.is_convolution]
     if convolutions:
         filters = _Filters.of(convolutions[0])
-        return _convolution_role(name, parameter, filters, row_sets, is_head)
+        return _describe_filters(name, parameter, filters, row_sets, is_head)
     products = [use.module.product for use in uses if isinstance(use.module, ProductUse)]
     if not products:
-        return _matrix_role(name, parameter, None, row_sets, reason, is_head)
+        return _describe_matrix(name, parameter, None, row_sets, reason, is_head)
     if len(products) == len(uses) and products[0].form[0] > 1:
-        return _stack_role(name, parameter, products[0], row_sets)
-    return _matrix_role(name, parameter, products[0], row_sets, reason, is_head)
+        return _describe_stack(name, parameter, products[0], row_sets)
+    return _describe_matrix(name, parameter, products[0], row_sets, reason, is_head)
 
 
-def _matrix_role(
+def _describe_matrix(
     name: str, parameter: Tensor, product: MatrixProduct | None, row_sets: Sequence[Sequence[int]],
     reason: str, is_head: bool,
 ) -> ParameterRole:  # fmt: skip
-    """The role of a single matrix, or of several one below the other."""
+    """Return the role of a single matrix, or of several one below the other."""
     axis = 0
     rows = parameter.shape[0]
     if product is not None:
@@ -248,7 +248,7 @@ def _matrix_role(
         is_column = parameter.ndim == 2 and len(parameter) != rows  # (n, 1) is held as (1, n)
         if product.is_transposed or is_column:
             axis = parameter.ndim - 1
-    split, remark = _split_of(row_sets, rows)
+    split, remark = _find_split(row_sets, rows)
     reason += remark
     if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
@@ -257,7 +257,7 @@ def _matrix_role(
 
 @dataclass(frozen=True)
 class _Filters:
-    """Whose filters a parameter holds."""
+    """The convolution whose filters a parameter holds."""
 
     #: the layer or function in words
     description: str
@@ -266,15 +266,16 @@ class _Filters:
 
     @classmethod
     def of(cls, module: Any) -> _Filters:
-        """Those of a convolution layer."""
+        """Return the description of a convolution layer's filters."""
         is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
         return cls(f"filters of {type(module).__name__}", module.groups, is_transposed)
 
 
-def _convolution_role(
+def _describe_filters(
     name: str, parameter: Tensor, filters: _Filters, row_sets: Sequence[Sequence[int]],
     is_head: bool,
 ) -> ParameterRole:  # fmt: skip
+    """Return the role of a convolution's filters; depthwise ones are vectors."""
     groups = filters.groups
     if filters.is_transposed:
         axis = 1
@@ -294,17 +295,20 @@ def _convolution_role(
             split = (rows,)
         remark = f", {groups} groups"
     else:
-        split, remark = _split_of(row_sets, rows)
+        split, remark = _find_split(row_sets, rows)
     reason = f"{filters.description}{remark}"
     if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
     return ParameterRole(name, Role.CONVOLUTION, split, axis, reason)
 
 
-def _stack_role(
+def _describe_stack(
     name: str, parameter: Tensor, product: Any, row_sets: Sequence[Sequence[int]]
 ) -> ParameterRole:
-    """The role of a parameter that holds several matrices, each used with inputs of its own."""
+    """Return the role of a parameter with several matrices, each used with inputs of its own.
+
+    Slices of a matrix, each used by itself, are matrices; vectors stay vectors.
+    """
     count, rows, columns = product.form
     if parameter.ndim == 2:  # slices of one weight, each used by itself
         if product.is_transposed:
@@ -315,7 +319,7 @@ def _stack_role(
         return ParameterRole(name, Role.MATRIX, (size,) * count, 0, reason)
     if min(rows, columns) == 1:
         return ParameterRole(name, Role.VECTOR, (), 0, f"a stack of {count} vectors")
-    split, remark = _split_of(row_sets, rows)
+    split, remark = _find_split(row_sets, rows)
     if product.is_transposed:
         axis = parameter.ndim - 1
     else:
@@ -323,8 +327,8 @@ def _stack_role(
     return ParameterRole(name, Role.EXPERTS, split, axis, f"a stack of {count} matrices{remark}")
 
 
-def _split_of(row_sets: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, ...], str]:
-    """Row counts of the matrices that a weight holds, and a remark for the reason.
+def _find_split(row_sets: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, ...], str]:
+    """Return the row counts of the matrices that a weight holds, and a remark for the reason.
 
     Each of `row_sets` has the rows that are used together. They must be neighbouring rows, at least
     two of them: a single row is no matrix.
@@ -339,22 +343,25 @@ def _split_of(row_sets: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, 
     return counts, f", whose output is split in {len(row_sets)}"
 
 
-def _compound_roles(record: ForwardRecord) -> dict[str, ParameterRole]:
-    """The roles of the maps inside attention and recurrent layers."""
+def _find_inner_roles(record: ForwardRecord) -> dict[str, ParameterRole]:
+    """Return the roles of the weights and biases inside attention and recurrent layers."""
     out: dict[str, ParameterRole] = {}
     for call in record.compounds:
         for weight, bias, groups in call.compound.list_affine_maps(call.module):
             for tensor, is_weight in ((weight, True), (bias, False)):
                 name = record.name(tensor)
                 if tensor is not None and name is not None:
-                    out[name] = _inner_role(name, tensor, call.module, groups, is_weight)
+                    out[name] = _describe_inner_map(name, tensor, call.module, groups, is_weight)
     return out
 
 
-def _inner_role(
+def _describe_inner_map(
     name: str, tensor: Tensor, module: nn.Module, groups: int, is_weight: bool
 ) -> ParameterRole:
-    """The role of a weight or bias inside a compound layer."""
+    """Return the role of a weight or bias inside a compound layer.
+
+    The weight of a recurrent layer holds a matrix for each gate, others `groups` matrices.
+    """
     layer_name = type(module).__name__
     if not is_weight:
         return ParameterRole(name, Role.VECTOR, (), 0, f"bias in {layer_name}")
@@ -371,11 +378,11 @@ def _inner_role(
     return ParameterRole(name, Role.MATRIX, split, 0, reason)
 
 
-def _role_of_source(
+def _describe_weight_source(
     name: str, parameter: Tensor, weight: ComputedWeight, row_sets: Sequence[Sequence[int]],
     is_head: bool,
 ) -> ParameterRole:  # fmt: skip
-    """The role of a parameter from which a layer's weight is computed.
+    """Return the role of a parameter from which a layer's weight is computed.
 
     One of the weight's own shape is the head if the weight is; smaller ones are matrices.
     """
@@ -387,12 +394,12 @@ def _role_of_source(
     if weight.function == "linear":
         if not is_whole:
             row_sets = []
-        role = _matrix_role(name, parameter, None, row_sets, reason, is_head)
+        role = _describe_matrix(name, parameter, None, row_sets, reason, is_head)
     elif is_whole:
         description = f"filters from which the weight of {weight.function} is computed"
         is_transposed = weight.function in TRANSPOSED_CONVOLUTIONS
         filters = _Filters(description, weight.groups, is_transposed)
-        role = _convolution_role(name, parameter, filters, row_sets, is_head)
+        role = _describe_filters(name, parameter, filters, row_sets, is_head)
     else:
         role = ParameterRole(name, Role.CONVOLUTION, (len(parameter),), 0, reason)
     return replace(role, is_computed_from=True)
@@ -424,30 +431,35 @@ class _RolesByModule:
         module, key = self._owners.get(id(parameter), (nn.Identity(), ""))
         layer = find_layer(module, object)
         if layer is None:
-            return ParameterRole(name, Role.VECTOR, (), 0, _unknown(parameter), is_used=False)
+            return ParameterRole(
+                name, Role.VECTOR, (), 0, _explain_unknown(parameter), is_used=False
+            )
         if isinstance(layer, Compound):
-            role = _role_inside(name, parameter, module, layer)
+            role = _describe_unused_inner_map(name, parameter, module, layer)
         elif layer.curvature != "kronecker" or key != "weight":
             role = ParameterRole(name, Role.VECTOR, (), 0, "")
         elif layer.one_hot:
             role = ParameterRole(name, Role.EMBEDDING, (), 0, "")
         elif isinstance(module, nn.modules.conv._ConvNd):
-            role = _convolution_role(name, parameter, _Filters.of(module), [], is_head=False)
+            role = _describe_filters(name, parameter, _Filters.of(module), [], is_head=False)
         else:
             role = ParameterRole(name, Role.MATRIX, (parameter.shape[0],), 0, "")
         remark = f"by its module, {type(module).__name__}: this pass did not use it"
         return replace(role, reason=remark, is_used=False)
 
 
-def _role_inside(name: str, parameter: Tensor, module: nn.Module, layer: Compound) -> ParameterRole:
-    """The role of a parameter of a compound layer that the pass did not use."""
+def _describe_unused_inner_map(
+    name: str, parameter: Tensor, module: nn.Module, layer: Compound
+) -> ParameterRole:
+    """Return the role of a parameter of a compound layer that the pass did not use."""
     for weight, _, groups in layer.list_affine_maps(module):
         if weight is parameter:
-            return _inner_role(name, parameter, module, groups, is_weight=True)
-    return _inner_role(name, parameter, module, 1, is_weight=False)
+            return _describe_inner_map(name, parameter, module, groups, is_weight=True)
+    return _describe_inner_map(name, parameter, module, 1, is_weight=False)
 
 
-def _unknown(parameter: Tensor) -> str:
+def _explain_unknown(parameter: Tensor) -> str:
+    """Return the reason for the role of a parameter whose module is not known."""
     if parameter.ndim < 2:
         return "a vector"
     return "no product of matrices with it was seen"
@@ -459,28 +471,28 @@ def _find_heads(record: ForwardRecord, result: Any) -> set[str]:
     They are the first that a walk down the graph meets, if none of them stands below another: the
     output of a residual network without a head is a sum over all of its blocks.
     """
-    weights = _weights_by_node(record)
+    weights = _map_nodes_to_weights(record)
     heads: set[str] = set()
-    for tensor in _main_outputs(result):
+    for tensor in _select_main_outputs(result):
         reached = collect_reachable_nodes(
-            tensor.grad_fn, lambda node: [] if node in weights else _below(node)
+            tensor.grad_fn, lambda node: [] if node in weights else _list_next_nodes(node)
         )
         first = reached & {*weights}
         if any(_multiplies_activations(node) for node in reached - first):
             continue  # similarities of two encoders
-        if not any(first & _reached_below(node) for node in first):
+        if not any(first & _collect_nodes_below(node) for node in first):
             for node in first:
                 heads.update(weights[node])
     return heads
 
 
-def _weights_by_node(record: ForwardRecord) -> dict[Any, Collection[str]]:
-    """The weights, or what they are computed from, by the node of their output.
+def _map_nodes_to_weights(record: ForwardRecord) -> dict[Any, Collection[str]]:
+    """Return the names of weights, or of what they are computed from, by their output's node.
 
-    None of frozen weights and of those in compound layers.
+    There are no names for frozen weights and for those in compound layers.
     """
     assert record.outputs is not None
-    nodes: dict[Any, Collection[str]] = dict.fromkeys(record.untrained, ())
+    nodes: dict[Any, Collection[str]] = dict.fromkeys(record.untrained_nodes, ())
     for weight in record.outputs.computed:
         nodes[weight.node] = weight.parameters
     for entry in record.entries:
@@ -493,36 +505,36 @@ def _weights_by_node(record: ForwardRecord) -> dict[Any, Collection[str]]:
 
 
 def _multiplies_activations(node: Any) -> bool:
-    """Whether a node is a product of two computed matrices."""
-    below = [following for following in _below(node) if following is not None]
+    """Return True if a node is a product of two computed matrices."""
+    below = [following for following in _list_next_nodes(node) if following is not None]
     return node is not None and node.name() in _PRODUCTS and len(below) > 1
 
 
-def _below(node: Any) -> list[Any]:
+def _list_next_nodes(node: Any) -> list[Any]:
     return [following for following, _ in node.next_functions]
 
 
-def _reached_below(node: Any) -> set[Any]:
+def _collect_nodes_below(node: Any) -> set[Any]:
     reached: set[Any] = set()
-    for following in _below(node):
+    for following in _list_next_nodes(node):
         reached |= collect_reachable_nodes(following)
     return reached
 
 
-def _main_outputs(result: Any) -> list[Tensor]:
-    """The tensors that a caller uses: logits where something is called so."""
+def _select_main_outputs(result: Any) -> list[Tensor]:
+    """Return the tensors that a caller uses: logits where something is called so."""
     if is_dataclass(result) and not isinstance(result, Mapping):
         result = vars(result)
     if isinstance(result, Mapping):
-        result = _main_entries(result)
+        result = _select_main_entries(result)
     elif hasattr(result, "logits"):
         result = result.logits
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     return [t for t in tensors if t.grad_fn is not None]
 
 
-def _main_entries(result: Mapping[Any, Any]) -> list[Any]:
-    """The logits of a structured output, or all that is not known to stand beside the output."""
+def _select_main_entries(result: Mapping[Any, Any]) -> list[Any]:
+    """Return the logits of a structured output, or all entries but known side outputs."""
     logits = [value for key, value in result.items() if "logits" in str(key)]
     if logits:
         return logits

@@ -46,8 +46,8 @@ class ReplayedModel(Protocol):
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor: ...
 
 
-class RecordedPass(Protocol):
-    """What proofs and rows read of a forward pass, which `ModuleLinearization` records."""
+class LinearizedCall(Protocol):
+    """What proofs and rows read of a model's call; `ModuleLinearization` has these members."""
 
     @property
     def map(self) -> ReplayedModel: ...
@@ -83,7 +83,7 @@ class RecordedPass(Protocol):
 
 
 def collect_cotangents(
-    linear: RecordedPass,
+    linear: LinearizedCall,
     edges: list[Any],
     layouts: Sequence[SampleLayout],
     covectors: Tensor,
@@ -119,7 +119,7 @@ def collect_cotangents(
 
 
 def can_vectorize(
-    linear: RecordedPass, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+    linear: LinearizedCall, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
 ) -> bool:
     """Return True if a vectorized pass works at full speed and agrees with the plain one."""
     if not edges:
@@ -156,36 +156,45 @@ def has_indexing(root: Tensor) -> bool:
     )
 
 
-_CHUNK = 2**28  # bytes of rows formed at once under vmap
-_MOST_GROUPS = 8  # reverse passes that a pullback is divided into
+@dataclass(frozen=True)
+class _Limits:
+    """Bounds of the memory and of the number of passes that rows take."""
+
+    #: bytes of rows that are formed at once under vmap
+    chunk_bytes: int = 2**28
+    #: reverse passes that a pullback is divided into, about
+    most_groups: int = 8
+
+
+_LIMITS = _Limits()
 
 
 class RowsMethod(Enum):
-    """How the rows of parameters without known layer were formed."""
+    """How the rows of parameters that no layer explains are formed."""
 
     VMAP = "vmap"
     REVERSE_PASSES = "reverse passes"
 
 
 def form_sample_rows(
-    linear: RecordedPass,
+    linear: LinearizedCall,
     names: Sequence[str],
     covectors: Tensor,
-    known: RowsMethod | None,
+    known_method: RowsMethod | None,
 ) -> tuple[dict[str, Tensor], RowsMethod]:
     """Return rows (N, R, numel) by name, and the method that worked.
 
     The rows by vmap are trusted only if they add up to autograd's gradient. Dropout, or an argument
     that is wrongly taken for a batch, makes them differ; then each row gets a reverse pass of its
-    own on the recorded graph. So it does if that method is `known` from an earlier call.
+    own on the recorded graph. So it does if that is the `known_method`, from an earlier call.
     """
-    if known is not RowsMethod.REVERSE_PASSES:
+    if known_method is not RowsMethod.REVERSE_PASSES:
         try:
             rows = _form_rows_by_vmap(linear, names, covectors)
         except Exception as error:  # a model may refuse a batch of one with any exception
             reraise_fatal(error)
             rows = None
-        if rows is not None and _have_sum(linear, rows, covectors):
+        if rows is not None and _have_right_sum(linear, rows, covectors):
             return rows, RowsMethod.VMAP
     return _form_row_by_row(linear, names, covectors), RowsMethod.REVERSE_PASSES
 
@@ -225,7 +234,7 @@ class _BatchedArguments:
 
 
 def _form_rows_by_vmap(
-    linear: RecordedPass, names: Sequence[str], covectors: Tensor
+    linear: LinearizedCall, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
     """Return rows (N, R, numel) by name: one call of the model for each sample, under vmap."""
     source = linear.map
@@ -248,7 +257,7 @@ def _form_rows_by_vmap(
         return rows
 
     size = sum(p.numel() for p in free.values()) * covectors.shape[0]
-    chunk = max(1, _CHUNK // (size * linear.value.element_size()))
+    chunk = max(1, _LIMITS.chunk_bytes // (size * linear.value.element_size()))
     u = covectors.movedim(1, 0).to(linear.graph.dtype)
     mapped_rows = vmap(
         form_rows, in_dims=(arguments.axes, 0), chunk_size=chunk, randomness="different"
@@ -258,8 +267,11 @@ def _form_rows_by_vmap(
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in rows.items()}
 
 
-def _have_sum(linear: RecordedPass, rows: dict[str, Tensor], covectors: Tensor) -> bool:
-    """Return True if Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
+def _have_right_sum(linear: LinearizedCall, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+    """Return True if the rows add up to autograd's gradient: Σ c_nr row_nr = Jᵀ Σ c_nr u_nr.
+
+    The numbers c are random.
+    """
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
@@ -272,7 +284,7 @@ def _have_sum(linear: RecordedPass, rows: dict[str, Tensor], covectors: Tensor) 
 
 
 def _find_unexplained(
-    linear: RecordedPass, proof: Proof, truth: Mapping[str, Tensor | None]
+    linear: LinearizedCall, proof: Proof, truth: Mapping[str, Tensor | None]
 ) -> dict[str, str]:
     """Return the parameters whose gradient is not the proven one, with the reason.
 
@@ -287,7 +299,7 @@ def _find_unexplained(
 
 
 def _form_row_by_row(
-    linear: RecordedPass, names: Sequence[str], covectors: Tensor
+    linear: LinearizedCall, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
     """Return rows (N, R, numel) by name, one reverse pass for each sample and covector."""
     r, n = covectors.shape[:2]
@@ -323,8 +335,11 @@ class LayerStructure:
     is_reusable: bool = True
 
     @classmethod
-    def establish(cls, linear: RecordedPass) -> LayerStructure:
-        """Return the plan, from a probe with covectors u and c∘u, c a random number per sample."""
+    def establish(cls, linear: LinearizedCall) -> LayerStructure:
+        """Return the structure of a call, from a probe with covectors u and c∘u.
+
+        The random c has one number per sample.
+        """
         z = linear.value
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
@@ -353,22 +368,22 @@ class LayerStructure:
             is_reusable=has_cotangents and not has_indexing(linear.graph),
         )
 
-    def pullback(self, linear: RecordedPass, covectors: Tensor) -> Pulled:
+    def pullback(self, linear: LinearizedCall, covectors: Tensor) -> Pulled:
         """Return the covectors pulled back: blocks of the layers, and rows of other parameters."""
         return self.pull_back_uses(linear, covectors, self._find_uses(linear), self.unexplained)
 
-    def _find_uses(self, linear: RecordedPass) -> list[int]:
+    def _find_uses(self, linear: LinearizedCall) -> list[int]:
         """Return the uses of layers that explain a parameter."""
         uses = [i for i, entry in enumerate(linear.entries) if i in self.layouts]
         return [i for i in uses if self._explains(linear.entries[i])]
 
     def divide_uses(
-        self, linear: RecordedPass, covector_count: int, budget: int
+        self, linear: LinearizedCall, covector_count: int, budget: int
     ) -> list[list[int]]:
         """Return the uses of layers in groups whose cotangents fit `budget` bytes.
 
-        There are about `_MOST_GROUPS` at most, since each takes a reverse pass of its own. If a
-        parameter has several uses there is one group: their rows are added up.
+        There are about `_LIMITS.most_groups` at most, since each takes a reverse pass of its own.
+        If a parameter has several uses there is one group: their rows are added up.
         """
         uses = self._find_uses(linear)
         names: Counter[str | None] = Counter()
@@ -378,7 +393,7 @@ class LayerStructure:
             return [uses]
         bytes_per_entry = covector_count * linear.value.element_size()
         sizes = {i: prod(linear.entries[i].shape) * bytes_per_entry for i in uses}
-        limit = max(budget, sum(sizes.values()) // _MOST_GROUPS)
+        limit = max(budget, sum(sizes.values()) // _LIMITS.most_groups)
         groups: list[list[int]] = [[]]
         group_bytes = 0
         for i in uses:
@@ -391,12 +406,12 @@ class LayerStructure:
 
     def pull_back_uses(
         self,
-        linear: RecordedPass,
+        linear: LinearizedCall,
         covectors: Tensor,
         uses: Sequence[int],
         unexplained: Sequence[str],
     ) -> Pulled:
-        """Return the rows of the parameters of some uses, and of some that no layer explains."""
+        """Return the rows of the parameters of these uses, and of these unexplained parameters."""
         edges = [linear.entries[i].edge for i in uses]
         layouts = [self.layouts[i] for i in uses]
         cotangents = collect_cotangents(
@@ -415,8 +430,11 @@ class LayerStructure:
         """Return True if the layer explains one of its parameters."""
         return any(n is not None and n not in self.unexplained for n in entry.names.values())
 
-    def _form_blocks(self, linear: RecordedPass, deltas: Mapping[int, Tensor]) -> list[Block]:
-        """Return a block per set of parameters; parameters in several sets become plain rows."""
+    def _form_blocks(self, linear: LinearizedCall, deltas: Mapping[int, Tensor]) -> list[Block]:
+        """Return a block for each set of parameters that uses share, given their cotangents.
+
+        Parameters in several sets become plain rows.
+        """
         groups: dict[tuple[Any, ...], list[int]] = {}
         for i in deltas:
             groups.setdefault(linear.entries[i].key, []).append(i)
@@ -435,7 +453,7 @@ class LayerStructure:
             blocks.append(block)
         return join_tied_blocks(blocks)
 
-    def _arrange_use(self, linear: RecordedPass, i: int, delta: Tensor) -> Use:
+    def _arrange_use(self, linear: LinearizedCall, i: int, delta: Tensor) -> Use:
         """Return a layer's use with its input's samples first, in the dtype of the rows."""
         entry = linear.entries[i]
         x = self.layouts[i](entry.input)
@@ -458,7 +476,7 @@ class LayerStructure:
 
 
 def _detect_layouts(
-    linear: RecordedPass,
+    linear: LinearizedCall,
     gradients: Sequence[Tensor | None],
     scaled: Sequence[Tensor | None],
     scales: Tensor,
@@ -478,7 +496,7 @@ def _detect_layouts(
 
 
 def _explain_missing_layouts(
-    linear: RecordedPass, layouts: Mapping[int, SampleLayout]
+    linear: LinearizedCall, layouts: Mapping[int, SampleLayout]
 ) -> dict[str, str]:
     """Return the reason for the parameters of layers without a layout."""
     reasons = {}

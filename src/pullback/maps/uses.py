@@ -1,4 +1,9 @@
-"""The functions that use parameters, by name, and the modules that stand for them."""
+"""What is recorded of each function that uses parameters, and the modules that represent them.
+
+A function registered by `@use(names)` is called after each function of these names, with the mode,
+the result and the arguments. It records the use, or what a result that holds a parameter's entries
+is. It returns the output that replaces the result, None where it recorded no use.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +26,35 @@ from .layers.entries import ParameterEntries
 from .layers.scale import Gain
 
 #: functions whose result has the same entries
-_COPIES = ("to", "contiguous", "clone", "float", "double", "half", "bfloat16", "type", "type_as")
+_SAME_ENTRIES = (
+    "to",
+    "contiguous",
+    "clone",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type",
+    "type_as",
+)
 _BAG_ARGUMENTS = signature(F.embedding_bag)
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-@use(*_COPIES)
-def _copy(mode: FunctionMode, out: Tensor, source: Any, *args: Any, **kwargs: Any) -> None:
+@use(*_SAME_ENTRIES)
+def _follow_copy(mode: FunctionMode, out: Tensor, source: Any, *args: Any, **kwargs: Any) -> None:
+    """Record that a copy of a parameter stands for the parameter."""
     entries = mode.find_entries(source)
     if entries is not None and out is not source and out.shape == source.shape:
         mode.derive(out, entries)
 
 
 @use("_weight_norm")
-def _weight_norm(mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0) -> None:
+def _follow_weight_norm(
+    mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0
+) -> None:
+    """Record that the result is the weight g v/‖v‖ of parameters g and v."""
     if mode.find_parameter(v) is v:  # g may follow another rule
         mode.derive(out, NormalizedWeight(v, g, dim))
 
@@ -64,7 +83,7 @@ def _bilinear(
     mode: FunctionMode, out: Tensor, input1: Tensor, input2: Tensor, weight: Tensor,
     bias: Any = None,
 ) -> Tensor | None:  # fmt: skip
-    """A linear layer of all products of both inputs' features: z = W vec(x yᵀ) + b."""
+    """Record a linear layer of all products of both inputs' features: z = W vec(x yᵀ) + b."""
     if mode.find_parameter(weight) is None:
         return None
     products = input1.detach()[..., :, None] * input2.detach()[..., None, :]
@@ -112,7 +131,10 @@ def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> T
 
 
 def _read_equation(equation: Any, operands: Sequence[Tensor]) -> _Contraction | None:
-    """Letters for every axis, also those that "..." stands for; None for other equations."""
+    """Return the contraction, with letters for the axes that "..." stands for, too.
+
+    None for a single operand, and for equations without "->" or that do not fit the operands.
+    """
     if not isinstance(equation, str) or len(operands) < 2:
         return None
     left, arrow, result = equation.replace(" ", "").partition("->")
@@ -156,7 +178,10 @@ def _tensordot(
 
 @dataclass(frozen=True)
 class _Contraction:
-    """A sum of products by the letters of their axes; a bias is that of the last factor."""
+    """A sum of products of `operands`, whose axes `names` have a letter each, as for `einsum`.
+
+    If there is a bias it belongs to the last operand.
+    """
 
     operands: Sequence[Tensor]
     names: Sequence[str]
@@ -207,7 +232,7 @@ def _find_weight_operand(mode: FunctionMode, operands: Sequence[Tensor]) -> int 
 
 
 def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:
-    """Return the sizes of the weight's first axes that the result has, without those of 1."""
+    """Return, by letter, the sizes above 1 of those leading axes of the weight that z has, too."""
     sizes = {}
     for letter, size in zip(letters, weight.shape, strict=False):
         if letter in result and size > 1:
@@ -216,7 +241,7 @@ def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:
 
 
 def _multiply_others(contraction: _Contraction, weight: int) -> tuple[Tensor, str]:
-    """The product of all factors but the weight, which is what the weight meets."""
+    """Return the product of all factors but the weight, with its letters: the weight's input."""
     others = [i for i in range(len(contraction.operands)) if i != weight]
     if len(others) == 1:
         return contraction.operands[others[0]], contraction.names[others[0]]
@@ -227,7 +252,7 @@ def _multiply_others(contraction: _Contraction, weight: int) -> tuple[Tensor, st
 
 
 def _expand_input(x: Tensor, name: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
-    """Expand the input along the weight's axes that it lacks, or has with length 1."""
+    """Return the input and its letters, expanded along axes that it lacks or has with length 1."""
     lacking = [letter for letter in sizes if letter not in name]
     x = x.expand(*(sizes[letter] for letter in lacking), *x.shape)
     name = "".join(lacking) + name
@@ -267,22 +292,22 @@ def _convolution(
         source = weight
     dims = weight.ndim - 2
     kernel = tuple(weight.shape[2:])
-    dilation = _for_each_axis(dilation, dims)
+    dilation = _repeat_for_axes(dilation, dims)
     if not isinstance(padding, str):
-        padding = _for_each_axis(padding, dims)
+        padding = _repeat_for_axes(padding, dims)
     return mode.note(
         _CONVOLUTIONS[dims], input, out, {"weight": source, "bias": shift},
-        kernel_size=kernel, stride=_for_each_axis(stride, dims), dilation=dilation, groups=groups,
+        kernel_size=kernel, stride=_repeat_for_axes(stride, dims), dilation=dilation, groups=groups,
         padding_mode="zeros", padding=padding, in_channels=weight.shape[1] * groups,
         out_channels=weight.shape[0],
-        _reversed_padding_repeated_twice=_reversed_padding(padding, kernel, dilation),
+        _reversed_padding_repeated_twice=_list_reversed_padding(padding, kernel, dilation),
     )  # fmt: skip
 
 
-def _reversed_padding(
+def _list_reversed_padding(
     padding: str | tuple[int, ...], kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """Padding before and after, of the last axis first, as `F.pad` takes it."""
+    """Return the padding before and after, of the last axis first, as `F.pad` takes it."""
     if padding == "valid":
         return (0,) * (2 * len(kernel))
     out: list[int] = []
@@ -306,15 +331,15 @@ def _transposed_convolution(
     dims = weight.ndim - 2
     return mode.note(
         _TRANSPOSED[dims], input, out, {"weight": parameter, "bias": mode.find_parameter(bias)},
-        kernel_size=tuple(weight.shape[2:]), stride=_for_each_axis(stride, dims), groups=groups,
-        padding=_for_each_axis(padding, dims), dilation=_for_each_axis(dilation, dims),
-        padding_mode="zeros", output_padding=_for_each_axis(output_padding, dims),
+        kernel_size=tuple(weight.shape[2:]), stride=_repeat_for_axes(stride, dims), groups=groups,
+        padding=_repeat_for_axes(padding, dims), dilation=_repeat_for_axes(dilation, dims),
+        padding_mode="zeros", output_padding=_repeat_for_axes(output_padding, dims),
         in_channels=weight.shape[0], out_channels=weight.shape[1] * groups,
     )  # fmt: skip
 
 
-def _for_each_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """A number per axis, from one for all or as many as there are."""
+def _repeat_for_axes(value: Any, dims: int) -> tuple[int, ...]:
+    """Return a number per axis, from one for all axes or one for each."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * (dims // len(value))
@@ -343,7 +368,7 @@ def _embedding(
 def _embedding_bag(
     function_mode: FunctionMode, out: Tensor, /, *args: Any, **names: Any
 ) -> Tensor | None:
-    """Sums or means over bags; other reductions, and bags with weights, have no structure here."""
+    """Record sums or means over bags; other reductions and weighted bags are left alone."""
     bound = _BAG_ARGUMENTS.bind(*args, **names)
     bound.apply_defaults()
     options = bound.arguments
@@ -366,7 +391,7 @@ def _embedding_bag(
 def _pad_bags(
     index: Tensor, offsets: Tensor | None, has_last_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """Bags of one length (N, L), padded by index 0, and how many entries each has, (N,)."""
+    """Return bags of one length (N, L), padded by index 0, and their lengths before, (N,)."""
     if offsets is None:
         return index, torch.full((len(index),), index.shape[1], device=index.device)
     ends = offsets[1:]
@@ -429,7 +454,7 @@ def _note_lookup(
 # --- normalizations, gains and shifts -------------------------------------------------------------
 
 
-def _norm(
+def _note_norm(
     module_type: type[nn.Module], function: Signature, mode: FunctionMode, out: Tensor,
     *args: Any, **names: Any,
 ) -> Tensor | None:  # fmt: skip
@@ -455,7 +480,7 @@ for _function, _module_type in (
     (F.layer_norm, nn.LayerNorm), (F.rms_norm, nn.RMSNorm), (F.group_norm, nn.GroupNorm),
     (F.batch_norm, nn.BatchNorm2d),
 ):  # fmt: skip
-    use(_function.__name__)(partial(_norm, _module_type, signature(_function)))
+    use(_function.__name__)(partial(_note_norm, _module_type, signature(_function)))
 
 
 @use("mul", "multiply")

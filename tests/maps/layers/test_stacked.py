@@ -18,7 +18,8 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, batch_size: int, masked: boo
         keep = [torch.arange(10) % k > 0 for k in (3, 2, 5, 4)]
     else:
         keep = None
-    monkeypatch.setattr(moments, "_TOGETHER", batch_size * uses[0].nbytes)
+    limits = moments._Limits(stacked_bytes=batch_size * uses[0].nbytes)
+    monkeypatch.setattr(moments, "_LIMITS", limits)
     actual = moments.compute_stacked_moments(uses, keep)
     for i, (x, m) in enumerate(zip(uses, actual, strict=True)):
         rows = x.reshape(-1, 3).double()

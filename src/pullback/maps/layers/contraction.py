@@ -88,7 +88,7 @@ def read_product(
     axes, stack = located
     if index is not None and (stack.first or axes.stack):
         return None
-    return _arrange(letters, axes, stack, index)
+    return _make_product(letters, axes, stack, index)
 
 
 def _classify_axes(
@@ -135,10 +135,10 @@ def _list_axes(
 def _locate_matrices(
     entries: ParameterEntries, axes: WeightAxes, *, may_sum: bool
 ) -> tuple[WeightAxes, MatrixStack] | None:
-    """Find the matrices in the parameter; None if its axes do not form any.
+    """Return the matrices in the parameter, and its axes by what they count in these matrices.
 
-    Column axes that lie apart may be a stack whose products are added up, Σ_k W_k x_k: all of
-    these matrices have the same output.
+    If products may be added up (`may_sum`), column axes that lie apart may count matrices:
+    Σ_k W_k x_k, where all of them have the same output. None if the axes do not form any.
     """
     most_summed_axes = 0
     if axes.columns and not axes.stack and may_sum:
@@ -165,7 +165,7 @@ def _stack_matrices(
     if not is_row_major and not _is_contiguous(column, row):
         return None
     matrix_size = row.size * column.size
-    if not matrix_size or not _follows(stacked, matrix_size):
+    if not matrix_size or not _has_stride(stacked, matrix_size):
         return None
     total = entries.parameter.numel()
     if entries.offset % matrix_size or total % matrix_size:
@@ -186,19 +186,19 @@ def _merge_axes(axes: Sequence[Axis]) -> Axis | None:
 
 
 def _is_contiguous(outer: Axis, inner: Axis) -> bool:
-    """Whether a matrix with these two axes lies in memory without gaps."""
-    return _follows(inner, 1) and _follows(outer, inner.size)
+    """Return True if a matrix with these two axes lies in memory without gaps."""
+    return _has_stride(inner, 1) and _has_stride(outer, inner.size)
 
 
-def _follows(axis: Axis, stride: int) -> bool:
-    """Whether an axis has this stride; one of length 1 has any."""
+def _has_stride(axis: Axis, stride: int) -> bool:
+    """Return True if an axis has this stride; one of length 1 has any."""
     return axis.size == 1 or axis.stride == stride
 
 
-def _arrange(
+def _make_product(
     letters: Letters, axes: WeightAxes, stack: MatrixStack, index: Tensor | None
 ) -> MatrixProduct | None:
-    """Say where the axes of input and output go; None if the weight was expanded along one."""
+    """Return the product with a stack whose axes are known; None if the weight was expanded."""
     output = letters.output
     lead = _count_lead(letters, axes)
     positions = [a for a in output[lead:] if a not in axes.by_letter]
@@ -220,7 +220,7 @@ def _arrange(
         output_stack_axes=len(output_stack),
         row_axes=len(axes.rows),
         index=index,
-        summed_axes=_summed_axes(letters, axes),
+        summed_axes=_list_summed_axes(letters, axes),
         input_order=input_order,
         lead_axes=lead,
         position_axes=len(positions),
@@ -242,7 +242,7 @@ def _spread_index(index: Tensor | None, axes: int) -> Tensor | None:
 
 
 def _count_lead(letters: Letters, axes: WeightAxes) -> int:
-    """How many axes the output begins with that it has from the input alone."""
+    """Return how many axes the output begins with that it has from the input alone."""
     count = 0
     for letter in letters.output:
         if letter not in letters.input or letter in axes.by_letter:
@@ -251,8 +251,8 @@ def _count_lead(letters: Letters, axes: WeightAxes) -> int:
     return count
 
 
-def _summed_axes(letters: Letters, axes: WeightAxes) -> tuple[int, ...]:
-    """The input's axes that neither weight nor output has."""
+def _list_summed_axes(letters: Letters, axes: WeightAxes) -> tuple[int, ...]:
+    """Return the input's axes that neither weight nor output has."""
     return tuple(
         position
         for position, letter in enumerate(letters.input)

@@ -32,10 +32,15 @@ from ..._core.space import compute_dtype, relative_tolerance
 
 @dataclass(frozen=True)
 class _Limits:
+    """Bounds of round-off, of leaks between samples, and of memory."""
+
     #: share of a covector's squared length that may reach other samples, through a batch norm say
     leak: float = 0.25
     #: cotangents up to this many units in the last place of the largest one are round-off
     round_off: int = 10
+    #: bytes of inputs that are copied to be multiplied at once. The copy lies beside the
+    #: activations of the whole network, and 64 MiB are a small share of these.
+    stacked_bytes: int = 2**26
 
 
 _LIMITS = _Limits()
@@ -61,7 +66,7 @@ class SampleLayout:
     samples: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x with the samples first."""
+        """Return x, whose leading axes are a layer's, with the samples first."""
         if self.axis is SampleAxis.FIRST:
             return x
         if self.axis is SampleAxis.SECOND:
@@ -113,7 +118,7 @@ def detect_layout(
     return None
 
 
-def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | None:
+def find_layout_of_chosen(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | None:
     """Return the layout that shows cotangents at all of the chosen samples, (N,), and no others.
 
     The covector that was pulled back is zero at the others. None if all cotangents are zero, or if
@@ -134,11 +139,6 @@ def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | 
             smallest_defect = leak + silent
             best = layout
     return best
-
-
-#: bytes of inputs that are copied to be multiplied at once. The copy lies beside the activations
-#: of the whole network, and 64 MiB are a small share of these.
-_TOGETHER = 2**26
 
 
 @dataclass(frozen=True)
@@ -298,15 +298,15 @@ def can_stack(x: Tensor) -> bool:
 
 
 def compute_stacked_moments(
-    uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None
+    inputs: Sequence[Tensor], keep: Sequence[Tensor] | None = None
 ) -> list[Moments]:
-    """Return the moments of several half-precision (..., n) of one shape, on a GPU.
+    """Return the moments of several half-precision inputs (..., n) of one shape, on a GPU.
 
     `keep` has a mask (...) of the positions that count for each. Small inputs are copied and
     multiplied together: that takes less time than a launch for each.
     """
-    x = uses[0]
-    count = len(uses)
+    x = inputs[0]
+    count = len(inputs)
     n = x.shape[-1]
     mask: Tensor | None = None
     positions: Sequence[Tensor | float] = [x.numel() // n] * count
@@ -315,10 +315,10 @@ def compute_stacked_moments(
         positions = mask.sum((1, 2)).unbind()
     second = x.new_empty(count, 1, n, n, dtype=torch.float32)
     first = x.new_empty(count, 1, n, dtype=torch.float32)
-    step = max(1, _TOGETHER // max(1, x.nbytes))
+    step = max(1, _LIMITS.stacked_bytes // max(1, x.nbytes))
     for start in range(0, count, step):
         batch = slice(start, start + step)
-        rows = _concatenate([x.reshape(1, -1, n) for x in uses[batch]])
+        rows = _concatenate([x.reshape(1, -1, n) for x in inputs[batch]])
         if mask is not None:
             rows = rows * mask[batch]
         _write_moments(second[batch, 0], first[batch], rows)

@@ -91,7 +91,7 @@ class MatrixProduct:
 
 
 class ProductUse(nn.Module):
-    """A use of a weight, perhaps with a bias, by a product with matrices (O, I): for a module."""
+    """A module that represents a function: a product with matrices (O, I), perhaps with a bias."""
 
     description = "a product of matrices"
     product: MatrixProduct
@@ -102,14 +102,18 @@ class ProductUse(nn.Module):
 
 
 class TransposedProductUse(ProductUse):
-    """The same, of matrices that are held as (I, O)."""
+    """The same, where the parameter holds the matrices as (I, O)."""
 
     description = "a product x @ w"
 
 
 @register(ProductUse)
 class Matrices(Layer):
-    """a (*lead, T, M, I) and δ as `MatrixProduct.arrange_outputs` gives it, (*lead, T, M, O)."""
+    """Formulas of products with matrices that a parameter holds.
+
+    T counts positions and M the matrices of one use: inputs a are (*lead, T, M, I), and cotangents
+    δ are (*lead, T, M, O) once `MatrixProduct.arrange_outputs` has arranged them.
+    """
 
     use = "product"
     curvature = "kronecker"
@@ -127,8 +131,8 @@ class Matrices(Layer):
         products = [use.module.product for use in uses]
         if any(p.index is not None or p.used != p.form[0] for p in products):
             return StackBlock(names, uses, is_transposed=self.is_transposed)
-        inputs = join_uses([_inputs_by_matrix(use) for use in uses], 2)
-        delta = join_uses([_cotangents_by_matrix(use) for use in uses], 3)
+        inputs = join_uses([_arrange_inputs(use) for use in uses], 2)
+        delta = join_uses([_arrange_cotangents(use) for use in uses], 3)
         weight = names["weight"]
         bias = names.get("bias")
         return AffineBlock(weight, bias, inputs, delta, is_transposed=self.is_transposed)
@@ -141,45 +145,45 @@ class Matrices(Layer):
     ) -> Moments:
         product = module.product
         if product.index is not None:
-            return _picked_moments(product, x, sharing, keep)
+            return _compute_picked_moments(product, x, sharing, keep)
         if sharing.reduce:
-            return _spread_moments(product, _mean_moments(x, sharing, keep))
+            return _fill_moments(product, _compute_mean_moments(x, sharing, keep))
         mask = None
         if keep is not None:
             mask = keep.movedim(-1, 0).flatten(1)
             if len(mask) == 1:
                 mask = mask[0]
-        return _spread_moments(product, compute_moments(_by_matrix(x), sharing, mask))
+        return _fill_moments(product, compute_moments(_move_matrices_first(x), sharing, mask))
 
     def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         product = module.product
         cotangents = product.arrange_outputs(delta)
         if product.index is not None:
-            segments = _segments(product, cotangents, None)
+            segments = _split_by_matrix(product, cotangents, None)
             return torch.cat([compute_second_moment(rows[None], sharing) for rows, _ in segments])
         if sharing.reduce:
             cotangents = sharing.by_sample(cotangents, 3).sum((1, 2)).transpose(0, 1)
         else:
-            cotangents = _by_matrix(cotangents)
-        return _spread(product, compute_second_moment(cotangents, sharing))
+            cotangents = _move_matrices_first(cotangents)
+        return _fill_stack(product, compute_second_moment(cotangents, sharing))
 
 
 @register(TransposedProductUse)
 class TransposedMatrices(Matrices):
-    """The same for matrices (I, O)."""
+    """The same, where the parameter holds the matrices as (I, O)."""
 
     use = "transposed_product"
     input_first = True
     is_transposed = True
 
 
-def _by_matrix(x: Tensor) -> Tensor:
-    """(*lead, T, M, n) -> (M, positions, n)."""
+def _move_matrices_first(x: Tensor) -> Tensor:
+    """Return x (*lead, T, M, n) as (M, positions, n)."""
     return x.movedim(-2, 0).flatten(1, -2)
 
 
-def _mean_moments(x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    """Moments of the samples' means over positions, (M, N, I)."""
+def _compute_mean_moments(x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    """Return the moments of the samples' means over positions, (M, N, I)."""
     by_sample = sharing.by_sample(x, 3).flatten(1, 2)  # (N, positions, M, I)
     mask = None
     if keep is not None:
@@ -193,12 +197,13 @@ def _mean_moments(x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
     return compute_moments(by_sample.transpose(0, 1), sharing, mask)
 
 
-def _picked_moments(
+def _compute_picked_moments(
     product: MatrixProduct, x: Tensor, sharing: Sharing, keep: Tensor | None
 ) -> Moments:
-    """Moments of the positions that picked each matrix."""
+    """Return, for each matrix, the moments of the positions that picked it."""
     by_matrix = [
-        compute_moments(rows[None], sharing, mask) for rows, mask in _segments(product, x, keep)
+        compute_moments(rows[None], sharing, mask)
+        for rows, mask in _split_by_matrix(product, x, keep)
     ]
     counts = [torch.as_tensor(m.positions, device=x.device) for m in by_matrix]
     return Moments(
@@ -208,20 +213,20 @@ def _picked_moments(
     )
 
 
-def _spread_moments(product: MatrixProduct, moments: Moments) -> Moments:
+def _fill_moments(product: MatrixProduct, moments: Moments) -> Moments:
     """Return moments of all matrices of the stack, zero for those that were not used."""
     if product.form[0] == 1:
         return moments
     positions = torch.as_tensor(moments.positions, device=moments.first.device)
     return Moments(
-        _spread(product, moments.second),
-        _spread(product, moments.first),
-        _spread(product, positions.expand(product.used)),
+        _fill_stack(product, moments.second),
+        _fill_stack(product, moments.first),
+        _fill_stack(product, positions.expand(product.used)),
     )
 
 
-def _spread(product: MatrixProduct, values: Tensor) -> Tensor:
-    """Put the values of the matrices in use at their index among zeros for the others."""
+def _fill_stack(product: MatrixProduct, values: Tensor) -> Tensor:
+    """Return values of all matrices of the stack, zero for those that were not used."""
     if product.form[0] == 1:
         return values
     out = values.new_zeros(product.form[0], *values.shape[1:])
@@ -229,10 +234,10 @@ def _spread(product: MatrixProduct, values: Tensor) -> Tensor:
     return out
 
 
-def _segments(
+def _split_by_matrix(
     product: MatrixProduct, x: Tensor, keep: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The positions (P, n) of each matrix, and which of them count."""
+    """Yield the positions (P, n) that picked each matrix, and a mask of those that count."""
     assert product.index is not None
     index = product.index.flatten()
     order = index.argsort(stable=True)
@@ -271,12 +276,12 @@ class StackBlock(Block):
         weight = delta.new_zeros(*delta.shape[:2], matrices, rows, columns)
         bias = delta.new_zeros(*delta.shape[:2], matrices, rows)
         for use in self._uses:
-            a = _inputs_by_matrix(use)
-            d = _cotangents_by_matrix(use)
-            picks = _one_hot_matrices(use)
+            a = _arrange_inputs(use)
+            d = _arrange_cotangents(use)
+            picks = _make_one_hot(use)
             weight += torch.einsum("nrmto,nmti,nmtg->nrgoi", d, a, picks)
             bias += torch.einsum("nrmto,nmtg->nrgo", d, picks)
-        return self._by_name(weight, bias, 2)
+        return self._name_gradients(weight, bias, 2)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         matrices, rows, columns = self._form
@@ -284,10 +289,14 @@ class StackBlock(Block):
         bias = c.new_zeros(matrices, rows)
         for use in self._uses:
             product = use.module.product
-            a = _inputs_by_matrix(use)
-            d = torch.einsum("nrmto,nr->nmto", _cotangents_by_matrix(use), c)
+            a = _arrange_inputs(use)
+            d = torch.einsum("nrmto,nr->nmto", _arrange_cotangents(use), c)
             if product.index is not None:
-                pairs = zip(_segments(product, d, None), _segments(product, a, None), strict=True)
+                pairs = zip(
+                    _split_by_matrix(product, d, None),
+                    _split_by_matrix(product, a, None),
+                    strict=True,
+                )
                 for k, ((cotangents, _), (inputs, _)) in enumerate(pairs):
                     weight[k] += cotangents.mT @ inputs
                     bias[k] += cotangents.sum(0)
@@ -297,10 +306,10 @@ class StackBlock(Block):
             inputs = a.transpose(0, 1).flatten(1, 2)
             weight[used] += cotangents.mT @ inputs
             bias[used] += cotangents.sum(1)
-        return self._by_name(weight, bias, 0)
+        return self._name_gradients(weight, bias, 0)
 
-    def _by_name(self, weight: Tensor, bias: Tensor, lead: int) -> dict[str, Tensor]:
-        """Both as the parameters hold them, flat but for the leading axes."""
+    def _name_gradients(self, weight: Tensor, bias: Tensor, lead: int) -> dict[str, Tensor]:
+        """Return both by parameter, as the parameters hold them, flat after `lead` axes."""
         out = {}
         if self._weight is not None:
             if self._is_transposed:
@@ -311,23 +320,23 @@ class StackBlock(Block):
         return out
 
 
-def _inputs_by_matrix(use: Use) -> Tensor:
-    """(N, *positions, T, M, I) -> (N, M, T, I)."""
+def _arrange_inputs(use: Use) -> Tensor:
+    """Return a use's inputs (N, *positions, T, M, I) as (N, M, T, I)."""
     x = use.input[:, None].flatten(1, -3)
     return x.transpose(1, 2)
 
 
-def _cotangents_by_matrix(use: Use) -> Tensor:
-    """(N, R, *positions, *features) -> (N, R, M, T, O)."""
+def _arrange_cotangents(use: Use) -> Tensor:
+    """Return a use's cotangents (N, R, *positions, *features) as (N, R, M, T, O)."""
     d = use.module.product.arrange_outputs(use.delta)
     return d[:, :, None].flatten(2, -3).transpose(2, 3)
 
 
-def _one_hot_matrices(use: Use) -> Tensor:
-    """1 where a position is multiplied by matrix g, else 0: (N, M, T, G), or an expanded view."""
+def _make_one_hot(use: Use) -> Tensor:
+    """Return 1 where a position is multiplied by matrix g, else 0: (N, M, T, G)."""
     product = use.module.product
     count = product.form[0]
-    a = _inputs_by_matrix(use)
+    a = _arrange_inputs(use)
     one_hot = nn.functional.one_hot
     if product.index is None:
         used = torch.arange(product.used, device=a.device) + product.first

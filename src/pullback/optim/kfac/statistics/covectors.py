@@ -37,7 +37,7 @@ from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.space import compute_dtype
 from ....maps.layers import describe_layer
-from ....maps.layers.moments import Moments, Sharing, find_layout, list_layouts
+from ....maps.layers.moments import Moments, Sharing, find_layout_of_chosen, list_layouts
 from ....maps.layers.scale import form_unit_rows
 from ....maps.record import Entry, ForwardRecord, RecordedPass
 from ....metrics import Fisher, Metric
@@ -417,7 +417,7 @@ class Descent:
             tuple([(c.path, c.note) for c in record.compounds]),
             tuple(self.forward.leaves),
             tuple(self.unrelated.items()),
-            record.nodes,
+            record.node_count,
             self.samples == 1,
             tuple([self._shows_samples(record.entries[i]) for i in separated]),
         )
@@ -472,7 +472,7 @@ class Descent:
             if not delta.numel():
                 return
             delta = delta.reshape(*entries[i].shape, 1)
-            layout = find_layout(delta, chosen, entries[i].features + 1)
+            layout = find_layout_of_chosen(delta, chosen, entries[i].features + 1)
             if layout is not None:
                 axes[i] = layout.axis
 
