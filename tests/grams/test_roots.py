@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from pullback.grams.kronecker import roots
-from pullback.grams.kronecker.roots import _LAST, _POLAR, inverse_root, polar, turn_basis
+from pullback.grams.kronecker.roots import (
+    _LAST_POLYNOMIAL,
+    _POLYNOMIALS,
+    inverse_root,
+    polar,
+    turn_basis,
+)
 from tests.pairs import all_pairs
 
 DOUBLE = torch.float64
@@ -43,7 +49,7 @@ def quintic(coefficients: tuple[float, float, float], x: Tensor) -> Tensor:
 
 def test_the_polynomials_together_bring_small_numbers_near_one() -> None:
     x = torch.logspace(-3, 0, 100_001, dtype=DOUBLE)
-    for coefficients in _POLAR:
+    for coefficients in _POLYNOMIALS:
         x = quintic(coefficients, x)
     assert float(x.min()) >= 1 - POLAR
     assert float(x.max()) <= 1 + POLAR
@@ -53,7 +59,7 @@ def test_each_polynomial_is_the_best_on_the_interval_that_the_last_one_left() ->
     """By Chebyshev's theorem: 1 − p is ± its largest value, in turn, at four points."""
     low = 1e-3
     high = 1.0
-    for a, b, c in _POLAR:
+    for a, b, c in _POLYNOMIALS:
         middle = -3 * b / (10 * c)
         half = ((3 * b) ** 2 - 20 * a * c) ** 0.5 / (10 * c)
         turns = [(middle - half) ** 0.5, (middle + half) ** 0.5]  # where p' = 0
@@ -66,10 +72,10 @@ def test_each_polynomial_is_the_best_on_the_interval_that_the_last_one_left() ->
 
 
 def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -> None:
-    a, b, c = _LAST
+    a, b, c = _LAST_POLYNOMIAL
     assert (a + b + c, a + 3 * b + 5 * c, 6 * b + 20 * c) == (1, 0, 0)
     x = torch.linspace(0.7, 1.3, 101, dtype=DOUBLE)
-    assert float((quintic(_LAST, x) - 1).abs().max()) < 0.09
+    assert float((quintic(_LAST_POLYNOMIAL, x) - 1).abs().max()) < 0.09
 
 
 # --- polar factors ------------------------------------------------------------------------------

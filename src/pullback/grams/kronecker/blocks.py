@@ -29,19 +29,19 @@ class GramBlock(ABC):
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
-        """F v for v of the block's shape."""
+        """Return F v for v of the block's shape."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """F as a matrix, (size, size)."""
+        """Return F as a matrix, (size, size)."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """The diagonal of F, in the block's shape."""
+        """Return the diagonal of F, in the block's shape."""
 
     @abstractmethod
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-        """(F + damping)⁺v, exactly."""
+        """Return (F + damping)⁺v, exactly."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Pair(GramBlock):
     input_factor: Tensor
 
     def __post_init__(self) -> None:
+        """Raise if the factors are not square, or not of one number of groups."""
         factors = (self.output_factor, self.input_factor)
         shapes = f"got {tuple(self.output_factor.shape)} and {tuple(self.input_factor.shape)}"
         if any(factor.ndim not in (2, 3) for factor in factors) or len(factors[0]) != len(
@@ -91,7 +92,7 @@ class Pair(GramBlock):
         return self.eigen_block().solve(v, damping)
 
     def eigen_block(self) -> EigenBlock:
-        """The same block in the eigenbases of its factors."""
+        """Return the same block in the eigenbases of its factors."""
         output_values, output_basis = factor_matrix.eigendecompose(self.output_factor)
         input_values, input_basis = factor_matrix.eigendecompose(self.input_factor)
         eigenvalues = output_values[..., None] * input_values[:, None]
@@ -99,7 +100,7 @@ class Pair(GramBlock):
 
 
 def to_bases(output_basis: Tensor | None, v: Tensor, input_basis: Tensor | None) -> Tensor:
-    """UᵀVW, the coordinates of V in two bases; None stands for the identity."""
+    """Return UᵀVW, the coordinates of V in two bases; None stands for the identity."""
     if output_basis is not None:
         v = output_basis.mT @ v
     if input_basis is not None:
@@ -108,7 +109,7 @@ def to_bases(output_basis: Tensor | None, v: Tensor, input_basis: Tensor | None)
 
 
 def from_bases(output_basis: Tensor | None, v: Tensor, input_basis: Tensor | None) -> Tensor:
-    """U V Wᵀ, from coordinates in two bases; None stands for the identity."""
+    """Return U V Wᵀ, from coordinates in two bases; None stands for the identity."""
     if output_basis is not None:
         v = output_basis @ v
     if input_basis is not None:
@@ -178,7 +179,7 @@ class Units(GramBlock):
         return (self.inverse(damping) @ v[..., None])[..., 0]
 
     def inverse(self, damping: float | Tensor = 0.0) -> Tensor:
-        """(F + damping)⁺, (U, k, k)."""
+        """Return (F + damping)⁺, (U, k, k)."""
         matrices = self.matrices
         k = matrices.shape[-1]
         if k == 1:
@@ -194,7 +195,7 @@ class Units(GramBlock):
 
 
 def _invert_two_by_two(matrices: Tensor, damping: float) -> Tensor:
-    """(F + damping)⁻¹ of 2×2 matrices ⪰ 0.
+    """Return (F + damping)⁻¹ of 2×2 matrices ⪰ 0.
 
     The larger diagonal entry is the pivot. The Schur complement is then at least the damping,
     whatever round-off does.
@@ -213,7 +214,7 @@ def _invert_two_by_two(matrices: Tensor, damping: float) -> Tensor:
 
 
 def merge_pairs(pairs: Sequence[Pair]) -> Pair:
-    r"""The Kronecker product with the partial traces of Σ_u R_u ⊗ C_u.
+    r"""Return the Kronecker product with the partial traces of Σ_u R_u ⊗ C_u.
 
     A parameter used in several roles has a sum of Kronecker products, which is none itself. With
     T = Σ tr R_u tr C_u, the factors R = Σ R_u tr C_u and C = Σ C_u tr R_u / T leave both partial
@@ -243,7 +244,7 @@ def _scale_groups(factor: Tensor, numbers: Tensor) -> Tensor:
 
 
 def as_block(block: Any) -> GramBlock:
-    """A block, from a block or a pair (R, C) of matrices or vectors."""
+    """Return a block, from a block or a pair (R, C) of matrices or vectors."""
     if isinstance(block, GramBlock):
         return block
     try:
@@ -301,7 +302,7 @@ class Kronecker(Gram):
         return self._join([b.matvec(x) for b, x in zip(self.blocks, pieces, strict=True)])
 
     def solve(self, v: Tensor, damping: float = 0.0) -> Tensor:
-        """(G + damping)⁺v, exactly, in the eigenbases of the factors."""
+        """Return (G + damping)⁺v, exactly, in the eigenbases of the factors."""
         pieces = self._split(v)
         return self._join([b.solve(x, damping) for b, x in zip(self.blocks, pieces, strict=True)])
 
@@ -313,10 +314,10 @@ class Kronecker(Gram):
         return self._join([block.diagonal() for block in self.blocks])
 
     def _split(self, v: Tensor) -> list[Tensor]:
-        """The coordinates of each block, in its shape."""
+        """Return the coordinates of each block, in its shape."""
         pieces = v[self._gram_position].split(self._sizes)
         return [x.view(block.shape) for block, x in zip(self.blocks, pieces, strict=True)]
 
     def _join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The vector of the Gram from the coordinates of each block."""
+        """Return the vector of the Gram from the coordinates of each block."""
         return torch.cat([x.flatten() for x in pieces])[self._block_position]

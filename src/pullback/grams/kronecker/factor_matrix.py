@@ -15,38 +15,41 @@ def is_diagonal(factor: Tensor) -> bool:
 
 
 def diagonal(factor: Tensor) -> Tensor:
-    """The diagonals, (G, n)."""
+    """Return the diagonals, (G, n)."""
     if is_diagonal(factor):
         return factor
     return factor.diagonal(dim1=-2, dim2=-1)
 
 
 def trace(factor: Tensor) -> Tensor:
-    """The traces, (G,)."""
+    """Return the traces, (G,)."""
     return diagonal(factor).sum(-1)
 
 
 def to_matrix(factor: Tensor) -> Tensor:
-    """The matrices, (G, n, n)."""
+    """Return the matrices, (G, n, n)."""
     if is_diagonal(factor):
         return torch.diag_embed(factor)
     return factor
 
 
 def add(first: Tensor, second: Tensor) -> Tensor:
-    """The sum, a diagonal if both are."""
+    """Return the sum, a diagonal if both are."""
     if first.ndim == second.ndim:
         return first + second
     return to_matrix(first) + to_matrix(second)
 
 
 def per_group(numbers: Tensor, factor: Tensor) -> Tensor:
-    """Numbers (G,) in a shape that broadcasts against a factor."""
+    """Return numbers (G,) in a shape that broadcasts against a factor."""
     return numbers.view(-1, *[1] * (factor.ndim - 1))
 
 
 def add_identity(factor: Tensor, multiples: Tensor, *, overwrite: bool = False) -> Tensor:
-    """factor + multiples·1 with one multiple per group, (G,); `overwrite` may use its memory."""
+    """Return factor + multiples·1, with one multiple per group, (G,).
+
+    With `overwrite` a matrix is changed in place.
+    """
     if is_diagonal(factor):
         return factor + multiples[:, None]
     out = factor if overwrite else factor.clone()
@@ -55,7 +58,7 @@ def add_identity(factor: Tensor, multiples: Tensor, *, overwrite: bool = False) 
 
 
 def multiply(output_factor: Tensor, v: Tensor, input_factor: Tensor) -> Tensor:
-    """R V C for V of shape (G, O, I), R (G, O, O) or (G, O), C (G, I, I) or (G, I)."""
+    """Return R V C for V of shape (G, O, I), R (G, O, O) or (G, O), C (G, I, I) or (G, I)."""
     if is_diagonal(output_factor):
         v = output_factor[..., None] * v
     else:
@@ -66,20 +69,20 @@ def multiply(output_factor: Tensor, v: Tensor, input_factor: Tensor) -> Tensor:
 
 
 def round_off(factor: Tensor) -> float:
-    """What may be left of a zero eigenvalue, over the largest one."""
+    """Return what round-off may leave of a zero eigenvalue, as a share of the largest one."""
     # sums of outer products left up to 8 ε, at any size up to 300
     return max(factor.shape[-1], 32) * torch.finfo(factor.dtype).eps
 
 
 def is_above_round_off(eigenvalues: Tensor) -> Tensor:
-    """Which eigenvalues, (..., n), are not just round-off of the largest one."""
+    """Return a mask of the eigenvalues, (..., n), that are not just round-off of the largest."""
     tiny = torch.finfo(eigenvalues.dtype).tiny
     largest = eigenvalues.amax(-1, keepdim=True).clamp(min=tiny)
     return eigenvalues > round_off(eigenvalues) * largest
 
 
 def pseudo_inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """The Moore–Penrose inverse, and its rank, (G,)."""
+    """Return the Moore–Penrose inverse, and its rank, (G,)."""
     eigenvalues, eigenvectors = eigendecompose(factor)
     in_range = is_above_round_off(eigenvalues)
     reciprocals = torch.where(in_range, 1 / eigenvalues, 0.0)
@@ -90,7 +93,7 @@ def pseudo_inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues (G, n), not negative, and eigenvectors (G, n, n), None for a diagonal."""
+    """Return eigenvalues (G, n), not negative, and eigenvectors (G, n, n), None for a diagonal."""
     if is_diagonal(factor):
         return factor.clamp(min=0), None
     eigenvalues, eigenvectors = torch.linalg.eigh(factor)

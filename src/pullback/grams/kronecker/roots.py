@@ -20,7 +20,7 @@ from .blocks import from_bases, to_bases
 
 #: Odd polynomials ax + bx³ + cx⁵ that bring [10⁻³, 1] to 1 ± 0.13, one after the other. Each is the
 #: best uniform approximation of 1 on the interval that the last one left, with 1 % of room above.
-_POLAR = (
+_POLYNOMIALS = (
     (8.4703, -25.1081, 18.6293),
     (4.1423, -3.0181, 0.5526),
     (3.9286, -2.8723, 0.5365),
@@ -28,7 +28,7 @@ _POLAR = (
     (2.2794, -1.6274, 0.4026),
 )
 #: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.09
-_LAST = (1.875, -1.25, 0.375)
+_LAST_POLYNOMIAL = (1.875, -1.25, 0.375)
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ def polar(x: Tensor) -> Tensor:
     norm = (1.01 * norm).clamp(min=torch.finfo(norm_dtype).tiny ** 0.5)
     y = torch.div(x, norm, out=torch.empty_like(x, dtype=torch.float16))
     rows, columns = x.shape[-2:]
-    chains = [[polynomial] for polynomial in _POLAR]
+    chains = [[polynomial] for polynomial in _POLYNOMIALS]
     if max(rows, columns) >= _THRESHOLDS.long_side * min(rows, columns):
-        chains = [[*_POLAR[:2]], [*_POLAR[2:]]]
+        chains = [[*_POLYNOMIALS[:2]], [*_POLYNOMIALS[2:]]]
     for polynomials in chains:
         if rows > columns:
-            y = torch.bmm(y, _compose(torch.bmm(y.mT, y), polynomials))
+            y = torch.bmm(y, _compose_polynomials(torch.bmm(y.mT, y), polynomials))
         else:
-            y = torch.bmm(_compose(torch.bmm(y, y.mT), polynomials), y)
+            y = torch.bmm(_compose_polynomials(torch.bmm(y, y.mT), polynomials), y)
     return y
 
 
-def _compose(gram: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
+def _compose_polynomials(gram: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
     r"""Return Q = P₁P₂… for T₁ = YYᵀ, so that QY is what these odd polynomials make of Y.
 
         P_i = a + bT_i + cT_i²,   T_{i+1} = P_i T_i P_i.
@@ -150,7 +150,7 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple
         multiply = _fine_product
     elif y.dtype == torch.float32:
         y = y.half()
-    first, *others = _POLAR
+    first, *others = _POLYNOMIALS
     if factor.shape[-1] <= _THRESHOLDS.small_condition * damping:  # a bound of the condition
         first, *others = others
     z = _evaluate_polynomial(y, first, multiply)  # the first step, from Z = 1
@@ -161,7 +161,7 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple
         z = multiply(p, z)
     t = multiply(z, y)
     has_converged = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.diagonal_error
-    z = multiply(_evaluate_polynomial(t, _LAST, multiply), z)
+    z = multiply(_evaluate_polynomial(t, _LAST_POLYNOMIAL, multiply), z)
     return z * (damping / norm).sqrt(), has_converged
 
 
@@ -178,7 +178,10 @@ def _evaluate_polynomial(
 
 
 def _exact_inverse_root(factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return (1 + C/λ)^(-½) by `eigh`, and which are finite; one that is not spoils no other."""
+    """Return (1 + C/λ)^(-½) by `eigh` for C with a mean eigenvalue of 1, and which are finite.
+
+    A matrix that is not finite is replaced by zeros in the `eigh`, which would raise for it.
+    """
     is_finite = torch.isfinite(factor).flatten(1).all(1)
     finite_factor = torch.where(is_finite[:, None, None], factor, torch.zeros_like(factor))
     try:
@@ -229,17 +232,18 @@ def turn_basis(factor: Tensor, basis: Tensor) -> BasisTurn:
     k = s * gap / (gap.square() + 4 * s.square() + noise**2)
     k = (k - k.mT) / 2
     angle = _THRESHOLDS.angle
-    k *= (angle / _largest(k).clamp(min=angle))[:, None, None]
+    k *= (angle / _estimate_norm(k).clamp(min=angle))[:, None, None]
     if not _prefers_products(k):
         rotation = _cayley_transform(k)
         new_basis = basis @ rotation
         # round-off would let lengths drift by 1e-4 in 200 turns; angles do not drift
         lengths = torch.linalg.vector_norm(new_basis, dim=-2, keepdim=True)
         return BasisTurn(new_basis / lengths, rotation)
-    new = basis + product(basis, k)
+    new_basis = basis + product(basis, k)
     for _ in range(2):  # X(3 − XᵀX)/2
-        new = 1.5 * new - 0.5 * product(new, product(new.mT, new))
-    return BasisTurn(new, product(basis.mT, new))
+        cubic = product(new_basis, product(new_basis.mT, new_basis))
+        new_basis = 1.5 * new_basis - 0.5 * cubic
+    return BasisTurn(new_basis, product(basis.mT, new_basis))
 
 
 def _cayley_transform(k: Tensor) -> Tensor:
@@ -251,8 +255,8 @@ def _cayley_transform(k: Tensor) -> Tensor:
     return torch.linalg.solve(half.mT, half)
 
 
-def _largest(k: Tensor, steps: int = 6) -> Tensor:
-    """Estimate the largest singular values, (G,), by power iteration."""
+def _estimate_norm(k: Tensor, steps: int = 6) -> Tensor:
+    """Return estimates of the largest singular values, (G,), by power iteration."""
     v = torch.ones_like(k[..., :1])
     v[..., ::2, :] = -0.5
     norm = v
@@ -285,7 +289,7 @@ def _fine_product(x: Tensor, y: Tensor) -> Tensor:
 
 # --- products in half precision on a GPU ----------------------------------------------------------
 
-_NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
+_HALF_NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
 
 
 def half_precision(reference: Tensor) -> torch.dtype:
@@ -301,9 +305,9 @@ def rotate(
     right: Tensor | None,
     *,
     back: bool = False,
-    by: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Return UᵀXW, or back U X Wᵀ, times a number for each matrix, (B, 1, 1).
+    """Return UᵀXW, or U X Wᵀ with `back`, times `factors`, one for each matrix, (B, 1, 1).
 
     On a GPU products keep 11 bits of each entry.
     """
@@ -316,7 +320,7 @@ def rotate(
     y = x
     if dtype != x.dtype and (left is not None or right is not None):
         norm = torch.linalg.matrix_norm(x, keepdim=True)
-        scale = norm / _NORM
+        scale = norm / _HALF_NORM
         y = scale_to_half(x, norm)
     if back:
         y = from_bases(left, y, right).to(x.dtype)
@@ -324,12 +328,12 @@ def rotate(
         y = to_bases(left, y, right).to(x.dtype)
     if scale is not None:
         y = y * scale
-    if by is not None:
-        y = y * by
+    if factors is not None:
+        y = y * factors
     return y
 
 
 def scale_to_half(x: Tensor, norm: Tensor) -> Tensor:
     """Return X (B, m, n) over its Frobenius norm (B, 1, 1), times 2¹⁵, in float16."""
-    scale = (norm / _NORM).clamp(min=torch.finfo(x.dtype).tiny)
+    scale = (norm / _HALF_NORM).clamp(min=torch.finfo(x.dtype).tiny)
     return torch.div(x, scale, out=x.new_empty(x.shape, dtype=torch.float16))

@@ -147,8 +147,8 @@ class Eigenbasis(Rule):
         unbias2 = (1 - beta2**state.steps)[:, None, None]
         noise = _round_off(state) * state.second.mean((1, 2), keepdim=True).sqrt()
         size = state.second.sqrt().add_(self.eps * unbias2.sqrt() + noise)
-        by = unbias2.sqrt() / unbias1
-        return rotate(state.first / size, state.left, state.right, back=True, by=by)
+        factors = unbias2.sqrt() / unbias1
+        return rotate(state.first / size, state.left, state.right, back=True, factors=factors)
 
 
 def _find_basis(factor: Tensor, basis: Tensor | None) -> Tensor | None:
