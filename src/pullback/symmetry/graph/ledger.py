@@ -77,9 +77,9 @@ class Producer:
         return len(self.rows)
 
     def find_offset(self, outputs: Sequence[int]) -> Leg | None:
-        """Return what a constant can be added to for these outputs, which are the leg's units.
+        """Return the table or bias to which a constant can be added for these outputs.
 
-        That is the table or the bias; None if there is neither.
+        The leg numbers its units as the outputs stand in the list. None if there is neither.
         """
         unit_of_output = torch.full((self.size,), -1)
         unit_of_output[list(outputs)] = torch.arange(len(outputs))
@@ -106,7 +106,7 @@ class ProducerOutputs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether these are all of the producer's outputs, in its own order."""
+        """Return True if these are all of the producer's outputs, in its own order."""
         return self.outputs == list(range(self.producer.size))
 
 
@@ -115,7 +115,7 @@ class ProducerOutputs:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Outputs that one operation reads together, and is linear or blind to shifts in.
+    """Outputs that one operation reads together; it is linear in them or blind to their shifts.
 
     Attributes:
         outputs: in the order in which they are read.
@@ -210,7 +210,11 @@ class Use(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """An output and its history: the producer's number, then nested (operation, before, outputs)"""
+    """An output and its history.
+
+    The history is at first the producer's number. Each operation that is passed makes it
+    (number of the operation, history before, outputs that passed together).
+    """
 
     output: Output
     history: Hashable
@@ -246,6 +250,7 @@ class Ledger:
         return torch.tensor(units).long()
 
     def _number_unit(self, output: Output, history: Hashable) -> int:
+        """Return the number of the unit with this output and history, which may be a new one."""
         unit = _Unit(output, history)
         if unit not in self._unit_numbers:
             self._unit_numbers[unit] = len(self._units)
@@ -271,7 +276,9 @@ class Ledger:
         return groups
 
     def pass_units(self, units: Sequence[int], call: int) -> list[int]:
-        """Return units after an operation that acts equally on those with a common history.
+        """Return the units that these become by an operation, which their histories then contain.
+
+        The operation acts equally on all units with a common history.
 
         Args:
             units: before the operation.

@@ -143,6 +143,7 @@ class Walk:
                     values.pop(argument, None)
 
     def _fix_outputs(self, outputs: Any) -> None:
+        """Require that the model's outputs are not scaled."""
         for value in outputs:
             if isinstance(value, Value):
                 activation = self.as_activation(value)
@@ -168,7 +169,10 @@ class Walk:
         return self.give_up(node, args, kwargs)
 
     def give_up(self, node: Node, args: Any, kwargs: Any) -> Any:
-        """Fix the scales of all inputs and outputs of an operation without a rule."""
+        """Fix the scales of an operation's inputs; return its results with fixed scales.
+
+        This is for operations without a rule that applies.
+        """
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Value):
                 activation = self.as_activation(value, fixed=True)
@@ -212,7 +216,10 @@ class Walk:
             self.scales.fix(array)
 
     def as_activation(self, value: Value, *, fixed: bool = False) -> Activation:
-        """Return a parameter as an activation: each entry has an atom, or all are fixed."""
+        """Return a value as an activation; a parameter gets an atom for each entry.
+
+        All entries of a `fixed` or very large parameter are required not to be scaled.
+        """
         if isinstance(value, Activation):
             return value
         coordinates = torch.broadcast_tensors(*[collapse(c) for c in value.coordinates])
@@ -263,7 +270,10 @@ class Walk:
             self.ledger.mark_nonlinear(collapse(activation.unit))
 
     def merge_to_shape(self, labels: Tensor, shape: torch.Size) -> Tensor:
-        """Require labels that are constant along what a shape is broadcast over; return those."""
+        """Return labels of a shape that is broadcast to the given ones' shape.
+
+        The labels must be constant along the axes of the broadcast, which this requires.
+        """
         lead = labels.ndim - len(shape)
         dims = [d for d in range(labels.ndim) if d < lead or shape[d - lead] == 1]
         if dims:
@@ -290,6 +300,7 @@ def get_operation(node: Node) -> Callable[..., Any]:
 
 
 def _has_several_results(node: Node) -> bool:
+    """Return True if the operation returns a list or a tuple."""
     return isinstance(node.meta.get("val"), (list, tuple))
 
 
@@ -310,7 +321,7 @@ def label_results(node: Node, scale: Tensor) -> Any:
 
 
 def add_constants(node: Node, first: Activation) -> Any:
-    """Return the results of an operation, of which all but the first are constants."""
+    """Return the results of an operation: the first as given, and constants for all others."""
     if not _has_several_results(node):
         return first
     return [first, *(Activation.constant(shape) for shape in list_shapes(node)[1:])]
