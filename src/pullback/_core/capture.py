@@ -66,6 +66,7 @@ _NAME_THE_TENSOR = "Name the tensor with output=..., a key, an index or a functi
 
 
 def _look_up_entry(output: Any, selector: str | int) -> Any:
+    """Return the attribute or entry of an output that is not a tensor."""
     if isinstance(output, Tensor):
         raise PullbackError(
             f"The model's output has no entry {selector!r}",
@@ -177,9 +178,9 @@ def _describe_unsupported_type(z: Tensor) -> str | None:
 
 
 def find_first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tensor | None:
-    """Return the first tensor among a call's arguments, None where there is none.
+    """Return the first tensor among a call's arguments, samples first; None if there is none.
 
-    Samples come first if the tensor has as many of them along `batch_dim` as the output.
+    A tensor whose length along `batch_dim` is not the number of samples stays as it is.
     """
     if not tensors:
         return None
@@ -218,10 +219,10 @@ class Call:
     #: device and dtype of autocast, dtype None where it was off; None for calls not recorded
     autocast: tuple[str, torch.dtype | None] | None = None
     buffers: dict[str, Tensor] | None = None
-    #: inputs that were computed from something differentiable
-    sources: list[Tensor] = field(default_factory=list)
+    #: arguments that have a graph, since they were computed from something differentiable
+    differentiable_inputs: list[Tensor] = field(default_factory=list)
     _output_version: int = 0
-    _versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    _input_versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Call:
@@ -232,7 +233,7 @@ class Call:
     def record_start(cls, model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
         """Return the call that begins now, with all that it takes to repeat it."""
         call = cls(detach_tensors(args), detach_tensors(kwargs), random=RandomState(device))
-        call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
+        call._input_versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
         buffers = unwrap_model(model).named_buffers()
         call.buffers = {name: buffer.detach().clone() for name, buffer in buffers}
         autocast_dtype = None
@@ -255,7 +256,7 @@ class Call:
     @contextlib.contextmanager
     def replay_context(self) -> Iterator[None]:
         """Run the body under the call's own random state and autocast mode."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(tensor._version != version for tensor, version in self._input_versions):
             raise PullbackError(
                 "An input changed after the forward pass",
                 "it was modified in place, so the call cannot be replayed",
@@ -358,7 +359,7 @@ class Watch:
     def reset(self) -> None:
         """Forget a call that raised and did not return."""
         self._depth = 0
-        self._leave()
+        self._exit_context()
 
     @contextlib.contextmanager
     def pause_all(self) -> Iterator[None]:
@@ -372,7 +373,8 @@ class Watch:
             for watch in watches:
                 watch._depth -= 1
 
-    def _leave(self) -> None:
+    def _exit_context(self) -> None:
+        """Leave the context in which the running call was made, if there is one."""
         context = self._context
         self._context = None
         if context is not None:
@@ -385,7 +387,7 @@ class Watch:
         owner = self._owner()
         if self._depth > 1 or owner is None:
             return
-        self._leave()
+        self._exit_context()
         context = owner.begin_call(args, kwargs, self.compiled)
         if context is not None:
             context.__enter__()
@@ -397,7 +399,7 @@ class Watch:
         owner = self._owner()
         if self._depth or self._context is None or owner is None:
             return
-        self._leave()
+        self._exit_context()
         if output is not None:
             owner.end_call(output)
 
@@ -451,7 +453,7 @@ class Capture:
         """Record what it takes to repeat the call."""
         self._running = Call.record_start(self._model, args, kwargs, self._device)
         tensors = _collect_tensors((args, kwargs))
-        self._running.sources = [t for t in tensors if t.grad_fn is not None]
+        self._running.differentiable_inputs = [t for t in tensors if t.grad_fn is not None]
         return contextlib.nullcontext()
 
     def end_call(self, output: Any) -> None:
@@ -500,16 +502,17 @@ def await_cotangent(z: Tensor, receive: Callable[[Tensor], None]) -> None:
     node.register_prehook(lambda cotangents: receive_users(cotangents[number]))
 
 
-def is_input_derivative(leaves: Mapping[str, Tensor], note_use: Callable[[], None]) -> bool:
-    """Return True if the backward pass under way, in whose hook this is called, is no loss's.
+def is_input_derivative(leaves: Mapping[str, Tensor], note_second_pass: Callable[[], None]) -> bool:
+    """Return True if the running backward pass differentiates by inputs only, so is no loss's.
 
-    It reaches none of the parameters then: it is a derivative by the inputs, of a penalty or an
-    attack. `note_use` is called when a later pass differentiates this one: the loss contains it.
+    It is called in a hook of that pass. Such a pass, of a penalty or an attack, reaches none of the
+    parameters. `note_second_pass` is called when a later pass differentiates this one, which shows
+    that the loss contains it.
     """
     if reaches_parameters(leaves):
         return False
     node = torch._C._current_autograd_node()
     refuse_reentrant(GradientEdge(node, 0))  # it would hide the parameters
     if torch.is_grad_enabled():
-        call_on_second_pass(node, note_use)
+        call_on_second_pass(node, note_second_pass)
     return True

@@ -188,7 +188,7 @@ class ClosureProblem(StepProblem):
         """Raise where a recorded input was itself computed from the optimized parameters."""
         sources: list[Tensor] = []
         for call in self._calls:
-            sources += call.sources
+            sources += call.differentiable_inputs
         if not sources:
             return
         names = {id(p): name for name, p in self.params.items()}
