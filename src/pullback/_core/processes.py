@@ -177,7 +177,7 @@ class Processes:
 
     @property
     def is_freed_alone(self) -> bool:
-        """Return True if one process may leave the group without the others; gloo does not wait."""
+        """Return True if one process may destroy the group without the others, as with gloo."""
         return self.group is not None and dist.get_backend(self.group) == "gloo"
 
     def destroy(self) -> None:
@@ -202,7 +202,7 @@ class Processes:
             flat = concatenate([tensors[i] for i in positions])
             call = partial(self._all_reduce, flat, is_async=True)
             sent = 2 * (self.size - 1) / self.size * flat.nbytes
-            works.append(self._send(purpose, sent, call))
+            works.append(self._make_counted_call(purpose, sent, call))
             views = split_into_shapes(flat, [tensors[i].shape for i in positions])
             for i, view in zip(positions, views, strict=True):
                 sums[i] = view
@@ -211,7 +211,9 @@ class Processes:
     def sum_to(
         self, tensors: Sequence[Tensor], owners: Sequence[int], purpose: str = "sums"
     ) -> list[Tensor]:
-        """Return the tensors; those that this process owns are the sums over all processes.
+        """Return sums over all processes of the tensors that this process owns.
+
+        The others are returned as they are.
 
         Shapes, dtypes and owners are the same everywhere.
         """
@@ -232,21 +234,24 @@ class Processes:
         return sums
 
     def _reduce_to_owners(self, flats: Sequence[Tensor], purpose: str) -> Tensor:
-        """Return the sum over all processes of `flats[rank]`, padded at the end."""
+        """Return the sum over all processes of `flats[rank]`, which may be padded at the end.
+
+        There is one such tensor for each owner.
+        """
         longest = max(map(len, flats))
         total = sum(map(len, flats))
         if self.size * longest > _COSTS.largest_padding * total:
             for rank, flat in enumerate(flats):
                 if len(flat):
                     call = partial(dist.reduce, flat, group=self.group, group_dst=rank)
-                    self._send(purpose, flat.nbytes, call)
+                    self._make_counted_call(purpose, flat.nbytes, call)
             return flats[self.rank]
         padded = flats[0].new_zeros(self.size, longest)
         for row, flat in zip(padded, flats, strict=True):
             row[: len(flat)] = flat
         own_sum = padded.new_empty(longest)
         call = partial(dist.reduce_scatter_tensor, own_sum, padded.view(-1), group=self.group)
-        self._send(purpose, (self.size - 1) / self.size * padded.nbytes, call)
+        self._make_counted_call(purpose, (self.size - 1) / self.size * padded.nbytes, call)
         return own_sum
 
     def gather(self, tensors: Sequence[Tensor], purpose: str = "gathered") -> list[Tensor]:
@@ -340,7 +345,7 @@ class Processes:
         if owner == self.rank:
             sent = (self.size - 1) / self.size * tensor.nbytes
         call = partial(distribute_tensor, content, mesh, placements, src_data_rank=owner)
-        return self._send(purpose, sent, call)
+        return self._make_counted_call(purpose, sent, call)
 
     def broadcast_first(self, tensors: Sequence[Tensor], purpose: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
@@ -377,7 +382,7 @@ class Processes:
             return flag
         if isinstance(flag, Tensor):
             least = flag.to(torch.int32)
-            self._send(purpose, 0.0, lambda: self._all_reduce(least, "MIN"))
+            self._make_counted_call(purpose, 0.0, lambda: self._all_reduce(least, "MIN"))
             return least.bool()
         return bool(self.all_agree(torch.tensor(flag, device=self.device), purpose))
 
@@ -387,7 +392,7 @@ class Processes:
             return value
         box: list[Any] = [value]
         call = partial(dist.broadcast_object_list, box, group=self.group, group_src=0)
-        self._send(purpose, 0.0, call)
+        self._make_counted_call(purpose, 0.0, call)
         return box[0]
 
     def gather_objects(self, value: T, purpose: str = "decisions") -> list[T]:
@@ -395,7 +400,9 @@ class Processes:
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.size
-        self._send(purpose, 0.0, lambda: dist.all_gather_object(values, value, self.group))
+        self._make_counted_call(
+            purpose, 0.0, lambda: dist.all_gather_object(values, value, self.group)
+        )
         return values
 
     def compare(
@@ -404,7 +411,10 @@ class Processes:
         flags: Sequence[bool] = (),
         checksums: Sequence[Tensor] = (),
     ) -> tuple[list[bool], list[bool]]:
-        """Return which values and checksums all processes share, and which flags are true on all.
+        """Return two lists: which values and checksums all processes share, and which flags.
+
+        The first has a True for every value, then every checksum, that is the same everywhere; the
+        second one for every flag that is true everywhere.
 
         Values are compared by `repr` without addresses. A checksum is a number on a device, or a
         vector of which each process has some entries, and gives negative numbers for the others.
@@ -419,7 +429,7 @@ class Processes:
             pieces.append(torch.where(vector < 0, _ABSENT, -vector))
         minima = torch.cat(pieces)
         if not self.is_single:
-            self._send("decisions", 0.0, lambda: self._all_reduce(minima, "MIN"))
+            self._make_counted_call("decisions", 0.0, lambda: self._all_reduce(minima, "MIN"))
         numbers = iter(minima.tolist())
         all_true = [bool(next(numbers)) for _ in flags]
         is_same: list[list[bool]] = []
@@ -482,18 +492,20 @@ class Processes:
 
     def _broadcast(self, tensor: Tensor, rank: int, purpose: str) -> None:
         call = partial(dist.broadcast, tensor, group=self.group, group_src=rank)
-        self._send(purpose, tensor.nbytes, call)
+        self._make_counted_call(purpose, tensor.nbytes, call)
 
     def _all_gather(self, tensor: Tensor, purpose: str) -> Tensor:
         """Return the entries of all processes' tensors, one process after the other."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         rows = list(gathered.view(self.size, -1).unbind())
         sent = (self.size - 1) * tensor.nbytes
-        self._send(purpose, sent, lambda: dist.all_gather(rows, tensor.reshape(-1), self.group))
+        self._make_counted_call(
+            purpose, sent, lambda: dist.all_gather(rows, tensor.reshape(-1), self.group)
+        )
         return gathered
 
-    def _send(self, purpose: str, sent: float, call: Callable[[], Any]) -> Any:
-        """Return what the call returns; count it, its bytes and its time."""
+    def _make_counted_call(self, purpose: str, sent: float, call: Callable[[], Any]) -> Any:
+        """Make a call of `torch.distributed`; count it, its bytes and its time in `traffic()`."""
         traffic = self._traffic.setdefault(purpose, Traffic())
         start = perf_counter()
         work = call()
@@ -504,6 +516,7 @@ class Processes:
 
 
 def _restore_default(several: bool) -> Processes:
+    """Return all processes of the program if a pickle had several, else this one alone."""
     if several and dist.is_initialized():
         return Processes(dist.group.WORLD)
     return Processes()
