@@ -127,8 +127,8 @@ def add_cross_gram(out: Tensor, x: Tensor, y: Tensor) -> None:
         )
 
 
-def adds_centered_rows_fast(rows: int, device: torch.device) -> bool:
-    """Return True if `add_centered_gram` of this many rows is faster than a float64 product."""
+def is_centered_gram_fast(rows: int, device: torch.device) -> bool:
+    """Return True if `add_centered_gram` is faster than a float64 product for so many rows."""
     return device.type == "cuda" and 2 * rows**2 * _SIZES.longest_sum >= SPLIT_ABOVE
 
 
@@ -200,6 +200,7 @@ def multiply_batches(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _multiply_half_batches(x: Tensor, y: Tensor) -> Tensor:
+    """Return `multiply_batches` of half-precision factors, in float32."""
     if not x.is_cuda:
         return multiply_batches(x.float(), y.float())
     if x.shape[0] == 1:

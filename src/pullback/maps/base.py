@@ -19,7 +19,7 @@ from .._core.factor import Factor
 from .._core.products import (
     add_centered_gram,
     add_cross_gram,
-    adds_centered_rows_fast,
+    is_centered_gram_fast,
     mirror_lower_triangle,
 )
 from .._core.space import ParameterSpace
@@ -157,7 +157,7 @@ class Pulled:
         float32 rows on a GPU are multiplied by tensor cores and added up in float64.
         """
         is_wider = out.dtype != self.space.dtype
-        is_centered = may_center and is_wider and adds_centered_rows_fast(len(out), out.device)
+        is_centered = may_center and is_wider and is_centered_gram_fast(len(out), out.device)
         for block in self.blocks.values():
             panels = None
             if is_centered:
