@@ -106,7 +106,7 @@ class ScoreTile:
 
 
 class Scorer:
-    """Tiles of the score matrix."""
+    """Computes the score matrix tile by tile."""
 
     def __init__(self, curvature: Curvature, options: ScoringOptions) -> None:
         self._curvature = curvature
@@ -117,7 +117,9 @@ class Scorer:
 
     def iterate_tiles(self, queries: Any, training: Any, *, is_summed: bool) -> Iterator[ScoreTile]:
         """Yield the scores tile by tile; with `is_summed` one matrix for all blocks."""
-        return self.iterate_block_tiles(self._query_blocks(queries), training, is_summed=is_summed)
+        return self.iterate_block_tiles(
+            self._iterate_query_blocks(queries), training, is_summed=is_summed
+        )
 
     def iterate_block_tiles(
         self, blocks: Iterable[QueryBlock], training: Any, *, is_summed: bool
@@ -146,8 +148,8 @@ class Scorer:
             samples_of_first_block = first_sample
             line.close(batches, first_sample)
 
-    def _query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
-        """Yield as many preconditioned queries at once as the limit of bytes allows."""
+    def _iterate_query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
+        """Yield blocks of preconditioned queries, each as large as the limit of bytes allows."""
         limit = self._options.query_bytes or INFLUENCE_LIMITS.query_bytes
         most = max(1, limit // (self._curvature.space.size * self._dtype.itemsize))
         pieces: list[QueryBlock] = []
@@ -284,14 +286,14 @@ def influence_by_token(
         PullbackError: if batches of training samples have different positions, or as `influence`.
     """
     reader = GradientReader(curvature)
-    by_batch = list(_query_directions(curvature, reader, queries, damping, measure))
+    by_batch = list(_iterate_query_directions(curvature, reader, queries, damping, measure))
     refuse_no_samples("queries", len(by_batch))
     directions = torch.cat(by_batch)
     batches = []
     for batch in reader.batches(training):
         tangent = reader.linearize(batch)
         targets = match_targets(curvature.likelihood, tangent.outputs, batch.targets)
-        position_losses = _position_losses(curvature, targets)
+        position_losses = _make_position_losses(curvature, targets)
         scores = []
         for direction in directions:
             move = tangent.directional_derivative(direction)
@@ -308,8 +310,8 @@ def influence_by_token(
     return torch.cat(batches, 1)
 
 
-def _position_losses(curvature: Curvature, targets: Any) -> Callable[[Tensor], Tensor]:
-    """Return the losses of all positions as a function of the outputs."""
+def _make_position_losses(curvature: Curvature, targets: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that maps outputs to the losses of all positions."""
 
     def losses(outputs: Tensor) -> Tensor:
         return curvature.likelihood.nll(outputs, targets)
@@ -317,7 +319,7 @@ def _position_losses(curvature: Curvature, targets: Any) -> Callable[[Tensor], T
     return losses
 
 
-def _query_directions(
+def _iterate_query_directions(
     curvature: Curvature,
     reader: GradientReader,
     queries: Any,
@@ -346,19 +348,19 @@ def self_influence(
     scores = []
     for batch in reader.batches(data):
         with explain_memory(batch):
-            scores.append(_score_batch_by_itself(curvature, reader, batch, measure, resolved))
+            scores.append(_score_against_itself(curvature, reader, batch, measure, resolved))
     refuse_no_samples("samples", len(scores))
     return torch.cat(scores)
 
 
-def _score_batch_by_itself(
+def _score_against_itself(
     curvature: Curvature,
     reader: GradientReader,
     batch: Batch,
     measure: Measure | None,
     damping: Damping,
 ) -> Tensor:
-    """Return ∇f(z)ᵀ (G + λ)⁻¹ ∇f(z) of the samples of a batch."""
+    """Return ∇f(z)ᵀ (G + λ)⁻¹ ∇f(z) of the samples of a batch, (n,)."""
     gradients = reader.gradients(batch, measure)
     total = curvature.space.zeros(gradients[0].samples)
     for block, gradient in zip(curvature.blocks, gradients, strict=True):
