@@ -154,7 +154,7 @@ def _is_determined(space: ErrorSpace, number: int) -> bool:
 
     Args:
         space: where the error lives.
-        number: of the level that explains the residuals; it is compared with the next one.
+        number: which of `LIMITS.levels` explains the residuals. It is compared with the next one.
     """
     coarse = min(number, len(LIMITS.levels) - 2)
     try:
@@ -269,7 +269,7 @@ def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
 
 
 def _open_window(
-    space: ErrorSpace, level: CorrectionLevel, piece: Piece, initial_values: FieldAtTime | None
+    space: ErrorSpace, level: CorrectionLevel, piece: TimeWindow, initial_values: FieldAtTime | None
 ) -> Window:
     """Return the equations for the error on a window, which begins with values of the last one."""
     is_cut = _is_cut_in_time(space)
@@ -289,7 +289,7 @@ def _is_cut_in_time(space: ErrorSpace) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TimeWindow:
     """A window of time, and the network of the slab that it belongs to."""
 
     start: float
@@ -297,14 +297,14 @@ class Piece:
     network: nn.Module
 
 
-def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[Piece]:
+def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[TimeWindow]:
     """Return the windows of time; one from 0 to 1 where time is not cut."""
     domain = space.problem.domain
     network = space.network
     if not isinstance(domain, SpaceTime):
-        return [Piece(0.0, 1.0, network)]
+        return [TimeWindow(0.0, 1.0, network)]
     if not _is_cut_in_time(space):
-        return [Piece(*domain.time, network)]
+        return [TimeWindow(*domain.time, network)]
     slab_edges: list[float] = list(domain.time)
     networks: list[nn.Module] = [network]
     if isinstance(network, Slabs):
@@ -314,7 +314,7 @@ def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[Piece]:
     pieces = []
     for slab, (start, end) in zip(networks, pairwise(slab_edges), strict=True):
         edges = torch.linspace(start, end, count + 1, dtype=torch.float64).tolist()
-        pieces += [Piece(a, b, slab) for a, b in pairwise(edges)]
+        pieces += [TimeWindow(a, b, slab) for a, b in pairwise(edges)]
     return pieces
 
 
@@ -334,14 +334,14 @@ def _choose_degrees(
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """The residuals, (n,), and their slopes by the coefficients, (n, mK)."""
+    """The residuals, (n,), and their slopes by the coefficients of e, the rows, (n, mK)."""
 
     rows: Tensor
     residuals: Tensor
 
     @property
     def norm(self) -> float:
-        """That of the residuals."""
+        """The Euclidean norm of the residuals."""
         return float(self.residuals.norm())
 
     def solve(self) -> Tensor:
@@ -412,17 +412,19 @@ class ErrorPolynomials:
         self.basis = basis
         self._distance = distance
 
-    def derivative(self, x: Tensor, index: Index | None, field: int, space: Index = ()) -> Tensor:
+    def derivative(
+        self, x: Tensor, index: Index | None, field: int, laplacian_axes: Index = ()
+    ) -> Tensor:
         """Return a derivative of every polynomial of a field at points: (N, K).
 
         Args:
             x: points (N, d).
             index: of the derivative; None stands for the Laplacian.
             field: the number of the field.
-            space: axes of the Laplacian.
+            laplacian_axes: over which its second derivatives are added up.
         """
         if index is None:
-            seconds = [self.derivative(x, (axis, axis), field) for axis in space]
+            seconds = [self.derivative(x, (axis, axis), field) for axis in laplacian_axes]
             return torch.stack(seconds).sum(0)
         if self._distance is None:
             return self.basis.derivative(x, index)
@@ -477,7 +479,7 @@ class Window:
 
     def _prepare(self, condition: Condition) -> ConditionRows:
         """Return a condition at points, with all derivatives that it needs there."""
-        sites = self._draw(condition)
+        sites = self._draw_sites(condition)
         local = LocalResidual(self._problem, condition, sites)
         parameter = next(self._network.parameters())
         trial = Trial(self._network, {}, parameter)
@@ -497,7 +499,8 @@ class Window:
             scale /= math.sqrt(len(sites[0]))
         return ConditionRows(condition, local, derivatives, polynomials, sites[0].weights, scale)
 
-    def _draw(self, condition: Condition) -> Sites:
+    def _draw_sites(self, condition: Condition) -> Sites:
+        """Return points of a condition: some for each coefficient, less away from equations."""
         count = LIMITS.oversampling * self._coefficients.numel()
         if not condition.is_equation or condition.on is not None:
             count *= LIMITS.boundary_points
@@ -581,7 +584,7 @@ class Window:
         return float(torch.linalg.matrix_norm(reach, 2))
 
     def _evaluate_fields(self) -> Tensor:
-        """Return all fields of each coefficient at points, (Nm, mK), so that ‖·‖ is the mean."""
+        """Return all polynomials at points, (Nm, mK), over √N: ‖·‖² is then a mean over points."""
         x = self._draw_error_points()
         blocks = []
         for field, name in enumerate(self._problem.fields):

@@ -71,7 +71,7 @@ class Estimate:
     is_isolated: bool = False
 
     def combine(self, profile: ErrorProfile, *, is_resolved: bool) -> Estimate:
-        """Return the estimate by a second discretization.
+        """Return this estimate with the error of a second discretization in place of its own.
 
         If that one does not resolve the residuals, the larger error counts, with what the others
         may add. Whether the conditions determine the solution at all is a question to the tangents,
@@ -122,7 +122,7 @@ class SeenDirections:
 
     @classmethod
     def of(cls, rows: Tensor) -> SeenDirections:
-        """Return those of a matrix A, (n, p)."""
+        """Return the directions of a matrix A, (n, p)."""
         u, s, vh = torch.linalg.svd(rows, full_matrices=False)
         is_seen = s > THRESHOLDS.unseen_share * s[0]
         return cls(u[:, is_seen], s[is_seen], vh[is_seen].T, vh[~is_seen].T)

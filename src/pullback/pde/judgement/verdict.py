@@ -214,7 +214,9 @@ class PDEVerdict:
         if name is Outcome.CONVERGED:
             return f"{residuals}{self._accuracy}"
         if name is Outcome.INACCURATE:
-            return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
+            return (
+                f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._lost_parts}"
+            )
         if name is Outcome.DOUBTFUL:
             return f"{residuals}, {self._doubt}"
         if self.concentrated:
@@ -234,7 +236,9 @@ class PDEVerdict:
             return f"but {_EXCITED}"
         if self.is_isolated:
             return f"but {_ISOLATED}"
-        return f"and the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
+        return (
+            f"and the error that these allow is estimated as {self.estimated:.1g}{self._lost_parts}"
+        )
 
     @property
     def _accuracy(self) -> str:
@@ -243,11 +247,12 @@ class PDEVerdict:
             misfit = f", well below the misfit of the data, {self.noise:.1g}"
             return f"{misfit}; the error is unknown"
         if self.estimated is None:
-            return f"; the error is unknown{self._states}"
-        return f" (the error is estimated as {self.estimated:.1g}{self._losses}{self._states})"
+            return f"; the error is unknown{self._other_states}"
+        remarks = f"{self._lost_parts}{self._other_states}"
+        return f" (the error is estimated as {self.estimated:.1g}{remarks})"
 
     @property
-    def _losses(self) -> str:
+    def _lost_parts(self) -> str:
         """Return which small fields and late times the error leaves open, or ""."""
         losses = ""
         if self.lost_fields:
@@ -258,7 +263,7 @@ class PDEVerdict:
         return losses
 
     @property
-    def _states(self) -> str:
+    def _other_states(self) -> str:
         """Return which other states solve an eigenvalue problem, or ""."""
         if not self.has_many_states:
             return ""
@@ -317,7 +322,7 @@ class PDEVerdict:
 
         A run that stalls, or that steps or budget end, says so unless its residuals are exact.
         """
-        if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL} or self._losses:
+        if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL} or self._lost_parts:
             return True
         if self._is_below_noise:
             return False

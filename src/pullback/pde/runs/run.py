@@ -1,4 +1,4 @@
-"""One solve in progress."""
+"""One network that is trained on a problem, from its points to a verdict and a checkpoint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunThresholds:
 
 THRESHOLDS = RunThresholds()
 #: reasons for which a call ends, but not the run: it goes on if it is given more
-_LIMITS = frozenset({StopReason.ALL_STEPS, StopReason.BUDGET_SPENT})
+_LIMIT_REASONS = frozenset({StopReason.ALL_STEPS, StopReason.BUDGET_SPENT})
 
 
 class Run:
@@ -215,7 +215,7 @@ class Run:
         stop, interruption = self._take_steps(announce=is_first_call)
         if stop.reason is StopReason.SIGNAL:
             interruption.end()
-        is_paused = share < 1 and stop.reason in _LIMITS
+        is_paused = share < 1 and stop.reason in _LIMIT_REASONS
         verdict = self._judge(stop, is_paused=is_paused)
         is_early_look = share < 1 and stop.reason is not StopReason.BUDGET_SPENT
         if is_early_look and self.early_residual is None:
@@ -248,7 +248,7 @@ class Run:
                 show_progress(title, settings.limits.steps, enabled=is_shown) as line,
             ):
                 if is_shown:
-                    self._say_cost(line)
+                    self._print_cost(line)
                 stop = self._step_until_stop(line, interruption, announce=announce)
             is_orderly = True
         finally:
@@ -274,7 +274,7 @@ class Run:
             fresh_loss = history.fresh_loss[-1] if history.fresh_loss else math.nan
             line(len(history), loss=info.loss, fresh=fresh_loss, error=self.error)
             if not is_announced:
-                self._announce(info, line)
+                self._announce_cost(info, line)
                 is_announced = True
             stop = self._find_request(info, interruption)
             if stop is not None:
@@ -284,7 +284,7 @@ class Run:
                 self._file.start_clock(history.spent)
 
     def _find_stop(self) -> Stop | None:
-        """Return why the run ends here; None if it goes on, perhaps in another phase."""
+        """Return why the run ends here; None if it goes on, for which the phase may change."""
         stop = self._stop_rules.check_limits()
         if stop is not None:
             return stop
@@ -295,7 +295,7 @@ class Run:
         return stop
 
     def _find_request(self, info: StepInfo, interruption: Interruption) -> Stop | None:
-        """Return the request of a callback or a signal to end the run, on any process."""
+        """Return why a callback or a signal ends the run, on whichever process; None without."""
         answers = [callback(self, info) for callback in self._settings.callbacks]
         has_request = any(answer is True for answer in answers)
         if not self._processes.is_single:
@@ -317,15 +317,15 @@ class Run:
             self._record_error()
         return info
 
-    def _say_cost(self, line: ProgressLine) -> None:
+    def _print_cost(self, line: ProgressLine) -> None:
         """Print what a step will take, if there are many parameters."""
         residual_count = self._collocation.residual_count
         cost = describe_cost(self._context.trial, self._settings.method, residual_count)
         if cost:
             line.say(cost)
 
-    def _announce(self, info: StepInfo, line: ProgressLine) -> None:
-        """Print what the run will take, and what makes it slow or too large for memory."""
+    def _announce_cost(self, info: StepInfo, line: ProgressLine) -> None:
+        """Print what the run will take; warn of what makes it slow or too large for memory."""
         limits = self._settings.limits
         seconds = self.seconds_spent
         seconds_left = math.inf
@@ -357,7 +357,7 @@ class Run:
             self.history.forget(len(self.history))
             self._record_error()
             pace = 0.0  # that of a try which was not the best
-            if stop.reason in _LIMITS:
+            if stop.reason in _LIMIT_REASONS:
                 self._is_stuck = True
         if not self._collocation.is_least_squares:
             return PDEVerdict(stop, self._is_stuck, math.nan, math.nan, math.nan)
@@ -446,7 +446,7 @@ class Run:
         state = self._file.load()
         if state is None:
             return
-        if self._has_more_steps(state["before_settling"]):
+        if self._can_undo_settling(state["before_settling"]):
             state |= state["before_settling"]
         else:
             self._course.state_before_settling = state["before_settling"]
@@ -455,11 +455,14 @@ class Run:
         self._course.restarts.initial = state["initial"]
         self._restore(state)
 
-    def _has_more_steps(self, before: dict[str, Any] | None) -> bool:
-        """Return True if the end that a saved run settled for was not the end."""
-        if before is None:
+    def _can_undo_settling(self, state_before: dict[str, Any] | None) -> bool:
+        """Return True if more steps are allowed now than when a saved run settled for its end.
+
+        The state from before it settled is then the one to continue from.
+        """
+        if state_before is None:
             return False
-        end = len(before["history"]["loss"]) + self._course.settling.step_count
+        end = len(state_before["history"]["loss"]) + self._course.settling.step_count
         return self._settings.limits.steps > end
 
     def _restore(self, state: dict[str, Any]) -> None:

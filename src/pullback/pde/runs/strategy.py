@@ -116,7 +116,7 @@ class Attempt:
         self.solution: PDESolution | None = None
 
     def get_solution(self) -> PDESolution:
-        """Return what it has come to, after a call of `advance`."""
+        """Return the solution of the last call of `advance`."""
         assert self.solution is not None
         return self.solution
 
@@ -270,7 +270,10 @@ class Strategy:
         return solution.verdict.stop.is_requested
 
     def _find_beginning(self, first: Attempt) -> Attempt:
-        """Return the first network that gets on in most of its steps, or the best of all."""
+        """Return the first of several networks that does not creep, or the best if all do.
+
+        It has taken most of its steps.
+        """
         attempt = first
         self._follow(first)
         candidates = CANDIDATES
@@ -281,11 +284,11 @@ class Strategy:
                 break
             attempt = self._try_candidate(number, candidate) or attempt
         if attempt.is_creeping:
-            return _choose(self._attempts, first)
+            return _choose_attempt(self._attempts, first)
         return attempt
 
     def _follow(self, attempt: Attempt) -> None:
-        """Take steps from look to look, until the network creeps or the budget ends."""
+        """Step to each of `look_shares`, until the network creeps or the solve has ended."""
         available_share = 1.0
         budget = self._settings.limits.budget
         if budget:
@@ -387,7 +390,7 @@ class Strategy:
             other.advance(1.0, self._seconds_elsewhere(other))
         if self._has_ended(other.get_solution()):
             return other
-        return _choose([best, other], best)
+        return _choose_attempt([best, other], best)
 
     def _is_stuck_above_tolerance(self, attempt: Attempt) -> bool:
         """Return True if a network's loss is level, and the caller asked for more than it gave.
@@ -427,7 +430,7 @@ class Strategy:
         return solution.verdict.name is not Outcome.CONVERGED
 
     def _describe(self, solution: PDESolution, words: str) -> PDESolution:
-        """Return the solution with the seconds of all attempts, and what these were."""
+        """Return the solution, with the words and the seconds of all attempts written into it."""
         if len(self._attempts) == 1 and not self._march_seconds:
             return solution
         seconds_elsewhere = self._seconds_spent - solution.history.spent
@@ -440,7 +443,7 @@ class Strategy:
         return solution
 
 
-def _choose(rivals: Sequence[Attempt], first: Attempt) -> Attempt:
+def _choose_attempt(rivals: Sequence[Attempt], first: Attempt) -> Attempt:
     """Return the network with the smallest residual; the first one unless another is half."""
     best = min(rivals, key=lambda attempt: attempt.residual)
     if best.residual > THRESHOLDS.useful_ratio * first.residual:
