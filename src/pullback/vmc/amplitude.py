@@ -111,7 +111,7 @@ class Evaluator:
         if options.compiled:
             self._chunk_function = torch.compile(self._evaluated_model)
         #: recorded passes by their number of configurations
-        self._recorded: dict[int, RecordedPass] = {}
+        self._recorded: dict[int, GraphedFunction] = {}
 
     def refresh(self) -> None:
         """Copy the network's present parameters to the one that is evaluated, where they differ."""
@@ -155,11 +155,11 @@ class Evaluator:
         if size not in self._recorded:
             shape = (size, configurations.shape[1])
             inputs = torch.ones(shape, dtype=self._evaluation_dtype, device=self.device)
-            self._recorded[size] = RecordedPass(self._choose_function(size), inputs)
+            self._recorded[size] = GraphedFunction(self._choose_function(size), inputs)
         return self._recorded[size](configurations)
 
 
-class RecordedPass:
+class GraphedFunction:
     """A function whose GPU operations are recorded once and then launched together.
 
     Args:

@@ -43,7 +43,7 @@ LearningRate = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Pace:
-    """When a run speaks, saves and gives up."""
+    """When a run prints, saves and gives up, and how many samples its result is measured with."""
 
     #: seconds between two lines on the terminal
     line: float = 10.0
@@ -187,7 +187,7 @@ class Minimization:
         reason = self._step_until_stop()
         if self._path is not None:
             self._save(self._path)
-        return self._measure(reason)
+        return self._measure_result(reason)
 
     def _step_until_stop(self) -> StopReason:
         """Take steps, print and save now and then; return why no further one is taken."""
@@ -233,7 +233,7 @@ class Minimization:
         return time.perf_counter()
 
     def _draw_batch(self, chains: MarkovChains) -> Batch:
-        """Samples of |ψ|² and their local energies, joined over the processes."""
+        """Return samples of |ψ|² and their local energies, joined over the processes."""
         start = self._read_clock()
         self._evaluator.refresh()
         drawn = chains.draw(self._evaluator)
@@ -257,7 +257,7 @@ class Minimization:
         return Batch(drawn.flatten(0, 1), by_chain.flatten(), statistics)
 
     def _make_closure(self, batch: Batch, rate: float) -> EnergyClosure:
-        """The closure of one step."""
+        """Return the closure of one step."""
         return EnergyClosure(self._model, batch.samples, batch.local_energies, rate)
 
     def _read_learning_rate(self, step: int) -> float:
@@ -314,7 +314,7 @@ class Minimization:
         return self._processes.broadcast_object(reason)
 
     def _compute_v_score(self) -> float:
-        """The V-score of the last samples."""
+        """Return the V-score of the last samples."""
         energy = self.history.energy[-1]
         variance = self.history.variance[-1]
         return compute_v_score(self.hamiltonian.sites, energy, variance, self._mean_energy)
@@ -345,8 +345,8 @@ class Minimization:
             flush=True,
         )
 
-    def _measure(self, reason: StopReason) -> Result:
-        """The energy from the chains of the steps, a comparison with fresh ones, and the verdict.
+    def _measure_result(self, reason: StopReason) -> Result:
+        """Return the energy from the chains of the steps, that from fresh chains, and the verdict.
 
         Fewer and longer chains than those of the steps go on from there, so that R̂ says whether
         they mix. Fresh ones start at random configurations. Where the two disagree, one of them is
@@ -432,7 +432,7 @@ class Minimization:
 
 
 def _make_group_of_one() -> Any:
-    """A new group of this process alone, where `torch.distributed` knows others; else None.
+    """Return a new group of this process alone, where `torch.distributed` knows others; else None.
 
     Each process solves for the samples of all, whichever of them work together.
     """

@@ -182,14 +182,14 @@ class Evidence:
 
 
 def compute_v_score(sites: int, energy: float, variance: float, mean_energy: float) -> float:
-    """sites·variance/(energy − mean energy)², the V-score of arXiv:2302.04919."""
+    """Return sites·variance/(energy − mean energy)², the V-score of arXiv:2302.04919."""
     round_off = 1e-6 * abs(energy)  # all energies of a sector of one state are their mean
     gap = max(abs(energy - mean_energy), round_off, 1e-150)
     return sites * variance / gap**2
 
 
 def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict:
-    """The verdict on a minimization that has ended."""
+    """Return the verdict on a minimization that has ended."""
     limits = limits or VerdictLimits()
     final = evidence.final
     if final is None or not math.isfinite(final.energy):
@@ -210,7 +210,7 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
         outcome = Outcome.UNRELIABLE
     elif evidence.stop_reason in (StopReason.NOT_FINITE, StopReason.NO_STEP):
         outcome = Outcome.DIVERGED
-    elif _can_fall_further(evidence, final, falling, v_score, limits):
+    elif _needs_more_steps(evidence, final, falling, v_score, limits):
         outcome = Outcome.UNFINISHED
     elif _is_above_mean(final, evidence.mean_energy, limits):
         outcome = Outcome.STALLED
@@ -235,18 +235,21 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> VMCVerdict
 def _find_chain_problem(
     evidence: Evidence, final: EnergyStatistics, limits: VerdictLimits
 ) -> ChainProblem | None:
+    """Return why the samples cannot be trusted; None if they can."""
     if evidence.frozen_share > limits.frozen:
         return ChainProblem.FROZEN
     if final.rhat > limits.rhat or final.spin_rhat > limits.spin_rhat:
         return ChainProblem.UNMIXED
     if not math.isfinite(final.error):
         return ChainProblem.TOO_FEW
-    if evidence.fresh is not None and _do_disagree(final, evidence.fresh, limits):
+    if evidence.fresh is not None and _have_other_energies(final, evidence.fresh, limits):
         return ChainProblem.DISAGREE
     return None
 
 
-def _do_disagree(final: EnergyStatistics, fresh: EnergyStatistics, limits: VerdictLimits) -> bool:
+def _have_other_energies(
+    final: EnergyStatistics, fresh: EnergyStatistics, limits: VerdictLimits
+) -> bool:
     """Return True if the fresh energy differs by more than the errors, or between fresh chains."""
     if fresh.rhat > limits.fresh_rhat:
         return True
@@ -264,7 +267,10 @@ def _is_above_mean(final: EnergyStatistics, mean_energy: float, limits: VerdictL
 
 
 def _compute_fall(history: History, limits: VerdictLimits) -> float:
-    """The fall of the energy from the third to the last quarter of the steps."""
+    """Return by how much the energy fell from the third to the last quarter of the steps.
+
+    It is NaN if there are too few steps.
+    """
     steps = len(history)
     if steps < limits.least_steps:
         return math.nan
@@ -274,14 +280,14 @@ def _compute_fall(history: History, limits: VerdictLimits) -> float:
     return before - after
 
 
-def _can_fall_further(
+def _needs_more_steps(
     evidence: Evidence,
     final: EnergyStatistics,
     falling: float,
     v_score: float,
     limits: VerdictLimits,
 ) -> bool:
-    """Return True if the energy still falls, or had no time to."""
+    """Return True if the energy still falls, or a state with variance had no time to change."""
     if _is_falling(evidence, falling, v_score, limits):
         return True
     return v_score > limits.v_score and _has_hardly_moved(evidence.history, final, limits)
