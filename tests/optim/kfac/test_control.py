@@ -261,7 +261,9 @@ def test_kl_clip_bounds_the_step_that_is_taken(damping: float) -> None:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         opt.step(closure)
         move = {n: before[n] - p.detach() for n, p in model.named_parameters()}
-        squared_lengths = opt.blocks.lengths(move, dict(model.named_parameters()), damped=True)
+        squared_lengths = opt.blocks.compute_lengths(
+            move, dict(model.named_parameters()), damped=True
+        )
         lengths.append(float(sum(squared_lengths.values())))
         undamped.append(float(opt.squared_length(move)))
     assert max(undamped) <= limit * (1 + 1e-6)
@@ -284,7 +286,7 @@ def test_the_clips_lengths_are_those_of_the_moves(options: dict[str, Any]) -> No
         opt.step(closure)
         rate = opt.param_groups[0]["lr"]
         m = {n: (before[n] - p.detach()) / rate for n, p in model.named_parameters()}
-        squared_lengths = opt.blocks.lengths(m, dict(model.named_parameters()), damped=True)
+        squared_lengths = opt.blocks.compute_lengths(m, dict(model.named_parameters()), damped=True)
         want = float(sum(squared_lengths.values()))
         ratio = 1.0
         if "length" in opt.state[model[0].weight]:

@@ -107,7 +107,7 @@ def test_training_saving_and_converting(monkeypatch: pytest.MonkeyPatch) -> None
     for key in optimizer.blocks.averages:
         before = optimizer.blocks.states.blocks[key].state.in_half
         left, right = widen(before)
-        optimizer.blocks.move(key, torch.zeros(0, dtype=DOUBLE))
+        optimizer.blocks.move_block(key, torch.zeros(0, dtype=DOUBLE))
         state = optimizer.blocks.states.blocks[key].state
         assert state.left.dtype == DOUBLE
         torch.testing.assert_close(state.left, left.double())

@@ -56,12 +56,12 @@ class Assignment:
     elementwise: list[str] = field(default_factory=list)
     #: whether the model has changed since roles were found
     is_stale: bool = False
-    #: whether the rule is for every parameter
-    takes_all: bool = field(init=False)
+    #: whether the rule is for every parameter, whatever its role
+    has_one_rule: bool = field(init=False)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.takes_all = self.rule.accepts(Role.VECTOR)
+        self.has_one_rule = self.rule.accepts(Role.VECTOR)
 
     def copy(self) -> Assignment:
         """Return the table as it is now."""
@@ -72,12 +72,12 @@ class Assignment:
         vars(self).update(vars(other))
 
     def choose(self, chosen: Mapping[str, Tensor], with_adamw: Collection[str]) -> None:
-        """Settle which parameters are optimized, and for which a param group asks for AdamW."""
+        """Set the parameters that are optimized, and those whose param group asks for AdamW."""
         self._shapes = {name: p.shape for name, p in chosen.items() if p.numel()}
         for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
             del self.left_out[name]
         self.left_out |= dict.fromkeys(with_adamw, GROUP_ASKS)
-        self._divide()
+        self._assign_rules()
 
     def add_roles(self, roles: Iterable[ParameterRole]) -> None:
         """Note what a forward pass has shown; a role that it did not use replaces no other."""
@@ -86,10 +86,10 @@ class Assignment:
             known = self.roles.get(role.name)
             if known is None or role.is_used or not known.is_used:
                 self.roles[role.name] = role
-        self._divide()
+        self._assign_rules()
 
-    def known_roles(self) -> list[tuple[object, ...]]:
-        """Return the roles in a form that processes can compare."""
+    def list_known_roles(self) -> list[tuple[object, ...]]:
+        """Return the roles in a form that processes can compare, without the reasons."""
         roles = sorted(self.roles.items())
         return [(name, role.role.value, role.split, role.is_used) for name, role in roles]
 
@@ -100,18 +100,20 @@ class Assignment:
 
         Sides up to `longest` are held as matrices.
         """
-        selected = {key: factors for key, factors in means.items() if self.takes(key, factors)}
+        selected = {
+            key: factors for key, factors in means.items() if self.follows_rule(key, factors)
+        }
         for key, factors in means.items():
             if key not in selected and _is_weight(key, factors):
                 reason = NO_DENSE_FACTOR
                 if max(side.shape[-1] for side in factors.values()) > longest:
                     reason = f"one of its sides is longer than max_factor={longest}"
                 self.left_out |= dict.fromkeys(key.names, reason)
-        self._divide()
+        self._assign_rules()
         return selected
 
-    def _divide(self) -> None:
-        """Divide the parameters between both rules."""
+    def _assign_rules(self) -> None:
+        """Set `measured` and `elementwise` by what is known of every parameter now."""
         self.measured = [name for name in self._shapes if self._can_follow(name)]
         measured = {*self.measured}
         self.elementwise = [name for name in self._shapes if name not in measured]
@@ -121,7 +123,7 @@ class Assignment:
         if self.rule.is_elementwise or name in self.left_out:
             return False
         role = self.roles.get(name)
-        if role is None or self.takes_all or self.rule.accepts(role.role):
+        if role is None or self.has_one_rule or self.rule.accepts(role.role):
             return True
         # what is done with it in another pass may show that it is a matrix
         return role.role is Role.VECTOR and not role.is_used and self.can_be_matrix(name)
@@ -132,7 +134,7 @@ class Assignment:
         return len(shape) > 1 and min(shape[-2:]) > 1
 
     def is_unused(self, name: str) -> bool:
-        """Return whether no forward pass so far used the layer of this parameter."""
+        """Return whether a parameter has a layer's role, and no forward pass used the layer."""
         role = self.roles.get(name)
         return role is not None and not role.is_used and role.role is not Role.VECTOR
 
@@ -150,9 +152,9 @@ class Assignment:
                 return True
         return False
 
-    def takes(self, key: BlockKey, factors: Factors) -> bool:
-        """Return whether a block follows the rule, and not the rule for others."""
-        if self.takes_all:
+    def follows_rule(self, key: BlockKey, factors: Factors) -> bool:
+        """Return True if a block follows the rule, and False if it follows the rule for others."""
+        if self.has_one_rule:
             return True
         return _is_weight(key, factors) and self.rule.fits(self.shape_of(key, factors))
 

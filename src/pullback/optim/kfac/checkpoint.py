@@ -37,7 +37,7 @@ from .factors.block import BlockKey, BlockKind, FactorKey, Factors, block_shape
 from .schedule import COUNTS
 from .stacks import Block, Tensors
 from .state import KFACState
-from .table import FactorLayout, SavedRow, TableWriter, foreign, read_row
+from .table import FactorLayout, SavedRow, TableWriter, make_foreign_error, read_row
 from .update import State
 
 #: keys of a parameter's state that older versions wrote
@@ -66,7 +66,7 @@ def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _leave_wh
         device = None
         if p.requires_grad or key is not None:
             device = p.device
-        saved["table"] = writer.row(name, key, _factors_of(state, key), device)
+        saved["table"] = writer.make_row(name, key, _get_averages(state, key), device)
         saved["state"] = {"ready": 0, "born": 0}
         saved["average"] = {}
         if has_mean:
@@ -87,8 +87,8 @@ def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _leave_wh
             saved["mean"] = {**_nest_factors(average.mean, piece), "count": count}
 
 
-def _factors_of(state: KFACState, key: BlockKey | None) -> Factors:
-    """The averages of a block that has any."""
+def _get_averages(state: KFACState, key: BlockKey | None) -> Factors:
+    """Return a block's averages; none for no block, and for one without factors."""
     if key is None or key not in state.averages:
         return {}
     return state.averages[key].value
@@ -109,6 +109,7 @@ def _save_entries(block: Block, p: Any) -> dict[str, Any]:
 
 
 def _nest_factors(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return changed entries of factors by use and, below that, by side."""
     nested: dict[str, Any] = {}
     for factor, t in factors.items():
         nested.setdefault(factor.role, {})[str(factor.side)] = change(get_entries(t))
@@ -127,10 +128,11 @@ def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Te
     try:
         _restore(state, saved, params)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise incomplete(f"its averages cannot be read ({error!r})") from error
+        raise make_incomplete_error(f"its averages cannot be read ({error!r})") from error
 
 
 def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
+    """Do what `restore` says, with the errors of a state that has another form."""
     rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
     state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
     state.awaits_load = _has_table_alone(rows, saved)
@@ -142,7 +144,7 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
             continue
         layout = row.factors
         if not state.awaits_load:
-            layout = _layout_of(saved[name]["average"])
+            layout = _list_layouts(saved[name]["average"])
         _reserve_block(state, row.key, layout, params)
     state.replicas.place(state.states, state.averages, state.averages.keys())
     if not state.awaits_load:
@@ -161,7 +163,7 @@ def _has_table_alone(rows: Mapping[str, SavedRow], saved: Mapping[str, Mapping[s
 
 
 def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
-    """Take up averages and states of all blocks that are reserved."""
+    """Read averages and states of all blocks, which are reserved, from their leaders."""
     for key in list(state.averages):
         name = key.names[0]
         _refuse_other_rule(state, key, saved[name]["state"])
@@ -179,6 +181,7 @@ def _placeholder(t: Tensor, device: torch.device) -> Tensor:
 def _read_factors(
     nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]
 ) -> dict[FactorKey, FactorMatrix]:
+    """Return factors of changed entries; `_nest_factors` is the inverse."""
     factors: dict[FactorKey, FactorMatrix] = {}
     for use, sides in nested.items():
         if isinstance(sides, Mapping):
@@ -187,7 +190,7 @@ def _read_factors(
     return factors
 
 
-def _layout_of(nested: Mapping[str, Any]) -> list[FactorLayout]:
+def _list_layouts(nested: Mapping[str, Any]) -> list[FactorLayout]:
     """Return the shapes of saved averages."""
     layout = []
     for use, sides in nested.items():
@@ -210,9 +213,9 @@ def _reserve_block(
     current_size = sum(params[n].numel() for n in key.names)
     if size != current_size:
         names = " and ".join(key.names)
-        raise foreign(f"{names} had {size} entries, and have {current_size} now")
-    if not state.assignment.takes(key, factors):
-        raise _of_another_rule(f"what it keeps for {key.names[0]} is no block of this rule")
+        raise make_foreign_error(f"{names} had {size} entries, and have {current_size} now")
+    if not state.assignment.follows_rule(key, factors):
+        raise _make_other_rule_error(f"what it keeps for {key.names[0]} is no block of this rule")
     state.reserve_block(key, factors)
 
 
@@ -221,7 +224,7 @@ def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]
     expected = state.states.blocks[key].state.tensors().keys()
     names = {n for n in saved if n not in _NUMBERS}
     if expected != names:
-        raise _of_another_rule(
+        raise _make_other_rule_error(
             f"what it keeps for {key.names[0]} is {', '.join(sorted(names))}, and this rule keeps "
             f"{', '.join(sorted(expected))}"
         )
@@ -234,10 +237,10 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
     """
     moments = {n: t for n, t in saved.items() if n not in _NUMBERS}
     if state.assignment.others is None:
-        raise _of_another_rule(f"{name} followed a rule for single entries")
+        raise _make_other_rule_error(f"{name} followed a rule for single entries")
     for t in moments.values():
         if t.shape != p.shape:
-            raise incomplete(f"the moments of {name!r} have another shape")
+            raise make_incomplete_error(f"the moments of {name!r} have another shape")
     key = state.allocate_entries(name, p)
     block = state.states.blocks[key]
     room_by_name = block.state.tensors()
@@ -253,27 +256,30 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
 
 
 def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Tensor) -> None:
-    """Take up what this process holds of a block; pieces are brought together one by one."""
+    """Read the average and the state of a block, as far as this process holds them.
 
-    def take(is_held: bool, t: Tensor) -> Tensor:
+    Pieces of sharded tensors are gathered one by one.
+    """
+
+    def read(is_held: bool, t: Tensor) -> Tensor:
         t = gather_whole(t)
         if is_held:
             return t.to(p.device, copy=True)
         return _placeholder(t, p.device)
 
     average = state.averages[key]
-    take_factor = partial(take, state.replicas.keeps(key))
-    mass = take(True, saved["average"]["mass"]).view(())
-    average.value = _read_factors(saved["average"], take_factor)
+    read_factor = partial(read, state.replicas.keeps_average(key))
+    mass = read(True, saved["average"]["mass"]).view(())
+    average.value = _read_factors(saved["average"], read_factor)
     average.mass = mass
     if state.references is not None:
-        average.mean = _read_factors(saved["mean"], take_factor)
+        average.mean = _read_factors(saved["mean"], read_factor)
         average.count = int(_as_number(saved["mean"]["count"]))
     block = state.states.blocks[key]
     tensors: dict[str, Tensor] = {}
     for name, t in saved["state"].items():
         if name not in _NUMBERS:
-            tensors[name] = take(not block.is_absent, t)
+            tensors[name] = read(not block.is_absent, t)
     block.state = replace(block.state, **tensors)
     entries = get_entries(next(iter(average.value.values())))
     block.shape = replace(block.shape, dtype=entries.dtype, device=entries.device)
@@ -288,7 +294,7 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
 # --- refused --------------------------------------------------------------------------------------
 
 
-def saved_by_name(
+def select_saved_states(
     state_dict: Any, names: Sequence[Sequence[str]], required_keys: Collection[str]
 ) -> dict[str, Any]:
     """Return the saved state of each parameter, by name; raise where something is missing.
@@ -298,12 +304,12 @@ def saved_by_name(
     by_name = _match_names(state_dict, names)
     _refuse_old(by_name)
     if not by_name or not all(map(_has_table, by_name.values())):
-        raise _not_ours("it holds no table of blocks under its parameters")
+        raise _make_unrelated_error("it holds no table of blocks under its parameters")
     for state in by_name.values():
         missing = [key for key in required_keys if key not in state]
         missing += [n for n in COUNTS if n not in state.get("schedule", {})]
         if missing:
-            raise incomplete(f"{', '.join(missing)} is not in it")
+            raise make_incomplete_error(f"{', '.join(missing)} is not in it")
     return by_name
 
 
@@ -313,9 +319,9 @@ def _match_names(state_dict: Any, names: Sequence[Sequence[str]]) -> dict[str, A
         numbers = [group["params"] for group in state_dict["param_groups"]]
         saved = dict(state_dict["state"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _not_ours("it has no state by parameter") from error
+        raise _make_unrelated_error("it has no state by parameter") from error
     if list(map(len, numbers)) != list(map(len, names)):
-        raise foreign("its param groups differ")
+        raise make_foreign_error("its param groups differ")
     by_name: dict[str, Any] = {}
     for name, number in zip(chain(*names), chain(*numbers), strict=True):
         if saved.get(number) is None:  # frozen parameters may be left out
@@ -343,6 +349,7 @@ def _has_table(state: Any) -> bool:
 
 
 def _refuse_old(saved: Mapping[str, Any]) -> None:
+    """Raise for a state that an older version has written."""
     for state in saved.values():
         if not isinstance(state, Mapping):
             continue
@@ -356,7 +363,7 @@ def _refuse_old(saved: Mapping[str, Any]) -> None:
             )
 
 
-def half_loaded() -> PullbackError:
+def make_half_loaded_error() -> PullbackError:
     """Return the error for a step of an optimizer that has read the table of a checkpoint alone."""
     return PullbackError(
         "The state was loaded in part",
@@ -366,12 +373,12 @@ def half_loaded() -> PullbackError:
     )
 
 
-def _of_another_rule(why: str) -> PullbackError:
+def _make_other_rule_error(why: str) -> PullbackError:
     remedy = "Load it into an optimizer with the same rule="
     return PullbackError("The saved state is of another rule", why, remedy)
 
 
-def incomplete(why: str) -> PullbackError:
+def make_incomplete_error(why: str) -> PullbackError:
     """Return the error for a state of which something is missing."""
     return PullbackError(
         "The saved state is not whole",
@@ -380,7 +387,7 @@ def incomplete(why: str) -> PullbackError:
     )
 
 
-def _not_ours(why: str) -> PullbackError:
+def _make_unrelated_error(why: str) -> PullbackError:
     remedy = (
         "Load what KFAC.state_dict() of this version gave, or start anew from the model's state"
     )

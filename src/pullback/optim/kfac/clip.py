@@ -66,7 +66,7 @@ class KLClip:
         state: State,
         is_void: Tensor | None,
     ) -> None:
-        """Shorten steps by the lengths that follow from those of the last step."""
+        """Shorten steps by lengths that are updated from those of the last step, and store them."""
         measured = names_of(curvature.measured_keys)
         for share in shares:
             share.lengths = [get_length_buffer(params.by_name[n], state) for n in share.names]
@@ -124,7 +124,9 @@ def _measure_exact_length(
                 direction = direction + share.momentum * share.buffers[i]
             moved[name] = share.lr * direction
     return sum_lengths(
-        curvature.lengths(params.gather_whole(moved, "moves"), params.templates, damped=False)
+        curvature.compute_lengths(
+            params.gather_whole(moved, "moves"), params.templates, damped=False
+        )
     )
 
 
@@ -137,7 +139,7 @@ def sum_lengths(lengths: Tensors) -> Tensor:
 
 
 def get_length_buffer(p: Any, state: State) -> Tensor:
-    """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
+    """Return the buffer, (2,): what a parameter adds to mᵀFm of the last move, and its share ρ."""
     buffers = state[p]
     dtype = torch.float32
     if p.dtype == torch.float64:
@@ -152,7 +154,7 @@ def get_length_buffer(p: Any, state: State) -> Tensor:
 def _recompute_lengths(
     shares: Sequence[Share], curvature: KFACState, params: ModelParameters
 ) -> None:
-    """Compute mᵀFm of the last moves anew, with the present F."""
+    """Store mᵀFm of the last moves, computed anew with the present F."""
     moves: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for share in shares:
@@ -160,7 +162,9 @@ def _recompute_lengths(
         buffers |= dict(zip(share.names, share.lengths, strict=True))
     if not moves:
         return
-    lengths = curvature.lengths(params.gather_whole(moves, "moves"), params.templates, damped=True)
+    lengths = curvature.compute_lengths(
+        params.gather_whole(moves, "moves"), params.templates, damped=True
+    )
     for name, length in lengths.items():
         buffers[name][0].copy_(length)
 
@@ -171,7 +175,7 @@ def _measure_undamped_ratios(
     curvature: KFACState,
     params: ModelParameters,
 ) -> None:
-    """Find the share of the coming move's length that is not the damping's, group by group."""
+    """Store ρ, the share of the coming move's length that is not the damping's, by group."""
     for share, lengths in zip(shares, squares, strict=True):
         moves: dict[str, Tensor] = {}
         for i, name in enumerate(share.names):
@@ -179,7 +183,7 @@ def _measure_undamped_ratios(
             if share.momentum:
                 moves[name] = moves[name] + share.momentum * share.buffers[i]
         whole = params.gather_whole(moves, "moves")
-        undamped = sum_lengths(curvature.lengths(whole, params.templates, damped=False))
+        undamped = sum_lengths(curvature.compute_lengths(whole, params.templates, damped=False))
         tiny = torch.finfo(lengths.dtype).tiny
         ratio = (undamped.to(lengths) / lengths.sum().clamp(min=tiny)).clamp(0, 1)
         for buffer in share.lengths:

@@ -54,9 +54,12 @@ class ControlledClosure(DistributedClosureProblem):
 
 
 def evaluate(problem: StepProblem | None, closure: Callable[[], Any] | None) -> Any:
-    """Compute loss and gradients; return what `step` is to return."""
+    """Compute the loss, set `p.grad`, and return what `step` is to return.
+
+    Without a problem and a closure, the loop has called backward already: return None.
+    """
     if problem is None:
-        if closure is None:  # a loop that has already called backward
+        if closure is None:
             return None
         with torch.enable_grad():
             return closure()
@@ -69,7 +72,7 @@ def evaluate(problem: StepProblem | None, closure: Callable[[], Any] | None) -> 
     return problem.loss
 
 
-def problem_of(
+def make_problem(
     closure: Any,
     objective: Any,
     options: Options,
@@ -79,9 +82,10 @@ def problem_of(
     replicas: Replicas,
     memory: ClosureMemory,
 ) -> StepProblem | None:
-    """Return an objective's problem, or that of a controlled step, which looks at the loss again.
+    """Return the problem of an objective, or of a controlled step, which looks at the loss again.
 
-    Raise where what `step` was given cannot be used, or something is lacking.
+    Other steps have none: return None. Raise where an argument of `step` cannot be used, or one is
+    missing.
     """
     refuse_uncallable(closure)
     if objective is None and not options.is_controlled:
@@ -203,7 +207,7 @@ class _Snapshot:
             momentum.zero_()
 
 
-def trial_move(
+def try_move(
     shares: Sequence[Share],
     problem: StepProblem,
     metric: Metric,

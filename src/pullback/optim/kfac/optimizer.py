@@ -48,9 +48,15 @@ from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import arguments, options, report, update
 from .assignment import Assignment
-from .checkpoint import half_loaded, incomplete, publish, restore, saved_by_name
+from .checkpoint import (
+    make_half_loaded_error,
+    make_incomplete_error,
+    publish,
+    restore,
+    select_saved_states,
+)
 from .clip import KLClip, get_length_buffer, sum_lengths
-from .closure import evaluate, problem_of, trial_move
+from .closure import evaluate, make_problem, try_move
 from .factors.block import BlockKey, BlockKind, FactorKey, names_of
 from .factors.damping import Damping
 from .replicas import Replicas
@@ -234,7 +240,7 @@ class KFAC(Optimizer):
 
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
-        self._replicas.launch(self._capture.pool, self._params)
+        self._replicas.launch_sums(self._capture.pool, self._params)
 
     # --- options --------------------------------------------------------------------------------
 
@@ -324,7 +330,7 @@ class KFAC(Optimizer):
 
     @property
     def _chosen(self) -> dict[str, Any]:
-        """The groups' parameters, by name; for the metric the others are constants."""
+        """The parameters of all param groups, by name: those that are optimized."""
         return self._params.in_groups(self.param_groups)
 
     def _assign(self) -> None:
@@ -366,6 +372,7 @@ class KFAC(Optimizer):
                 self._step_memory.vectors.pop(name, None)
 
     def _publish(self) -> None:
+        """Put averages, states and schedule under the parameters, where torch looks for them."""
         publish(self._curvature, self.state, self._chosen)
 
     def _make_entries(self) -> None:
@@ -440,8 +447,8 @@ class KFAC(Optimizer):
         replicas = self._replicas
         try:
             with replicas.explain_lost_process("state_dict()"):
-                replicas.collect(curvature.states)
-                publish(curvature, self.state, self._chosen, replicas.piece)
+                replicas.collect_states(curvature.states)
+                publish(curvature, self.state, self._chosen, replicas.cut_piece)
             out = super().state_dict()
             copies = {number: dict(saved) for number, saved in out["state"].items()}
             return {**out, "state": copies}
@@ -453,10 +460,10 @@ class KFAC(Optimizer):
         """Resume to the same bits; a state that cannot be used changes nothing."""
         params = self._params.by_name
         names = [[*self._params.in_groups([group])] for group in self.param_groups]
-        saved = saved_by_name(state_dict, names, ("schedule", "table", "state"))
+        saved = select_saved_states(state_dict, names, ("schedule", "table", "state"))
         for name, state in saved.items():
             if "momentum" in state and state["momentum"].shape != params[name].shape:
-                raise incomplete(f"the moments of {name!r} have another shape")
+                raise make_incomplete_error(f"the moments of {name!r} have another shape")
         fresh = self._empty_state()
         fresh.assignment = self._assignment.copy()
         restore(fresh, saved, self._chosen)
@@ -480,6 +487,7 @@ class KFAC(Optimizer):
         self._resume()
 
     def _resume(self) -> None:
+        """Tell a fresh capture which blocks are known, after a state was loaded or unpickled."""
         self._assign()
         partners: dict[str, tuple[str, ...]] = {}
         for key in self._curvature.measured_keys:
@@ -520,24 +528,28 @@ class KFAC(Optimizer):
         """
         self._refuse_unready_step()
         was_announced = self._capture.is_announced
-        was_wanted = self._capture.wants_statistics
+        expects_statistics = self._capture.wants_statistics
         self._read_verdict()
         self._follow_groups()
         has_run_backward = closure is None and objective is None
         problem = None
         if not has_run_backward or self._options.is_controlled:
-            problem = problem_of(
+            problem = make_problem(
                 closure, objective, self._options, self._capture, self._params, self.param_groups,
                 self._replicas, self._memory,
             )  # fmt: skip
-        # the forward pass was not told that statistics are due, where the last step was rejected
-        self._is_late = has_run_backward and not was_announced and self._is_statistics_step
+        # where the last step was rejected, the forward pass was not told that statistics are due
+        self._has_missed_announcement = (
+            has_run_backward and not was_announced and self._is_statistics_step
+        )
         if not self._options.is_controlled:
-            return self._take_step(problem, closure, was_wanted)
-        may_update_averages = was_wanted or self._is_statistics_step or self._capture.pool.calls
-        may_update_averages = bool(may_update_averages) or self._schedule.should_refresh_again
+            return self._take_step(problem, closure, expects_statistics)
+        takes_statistics = expects_statistics or self._is_statistics_step
+        has_statistics = self._capture.pool.calls > 0
+        should_refresh = self._schedule.should_refresh_again
+        may_update_averages = takes_statistics or has_statistics or should_refresh
         with self._transaction(problem, may_update_averages=may_update_averages):
-            return self._take_step(problem, closure, was_wanted)
+            return self._take_step(problem, closure, expects_statistics)
 
     def _refuse_unready_step(self) -> None:
         """Raise where no step can be taken: in inference mode, with bad rates or half a state."""
@@ -546,10 +558,15 @@ class KFAC(Optimizer):
         if self._replicas.processes.group is None:
             refuse_unknown_group("KFAC", "it was built before they met")
         if self._curvature.awaits_load:
-            raise half_loaded()
+            raise make_half_loaded_error()
 
-    def _take_step(self, problem: StepProblem | None, closure: Any, was_wanted: bool) -> Any:
-        """Gradients → statistics → averages → states → directions → update."""
+    def _take_step(
+        self, problem: StepProblem | None, closure: Any, expects_statistics: bool
+    ) -> Any:
+        """Gradients → statistics → averages → states → directions → update; return the loss.
+
+        `expects_statistics` says that the passes before this step were to give statistics.
+        """
         loss = evaluate(problem, closure)
         gradients = self._collect_gradients()
         if self._is_idle(gradients):
@@ -559,7 +576,9 @@ class KFAC(Optimizer):
             return self._reject(f"the loss is {problem.loss}", loss)
         self._notices.watch_growth(loss)
         # nothing else refers to the means, whose memory serves the refresh once they are averaged
-        pending = PendingStatistics(self._collect_statistics(problem, gradients, was_wanted))
+        pending = PendingStatistics(
+            self._collect_statistics(problem, gradients, expects_statistics)
+        )
         guard = Guard(self._can_defer(pending.means, gradients))
         if not self._check_gradients(gradients, pending.means, guard):
             self._notices.warn_not_finite()
@@ -573,7 +592,8 @@ class KFAC(Optimizer):
         if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
         pending.guard = Guard(guard.is_deferred, guard.is_good)
-        self._update_averages(pending, gradients)  # no inverse waited for these statistics
+        # statistics that no refresh of this step needs, unless the averages have them already
+        self._update_averages(pending, gradients)
         self._info = self._move(directions, problem, gradients, guard.is_void)
         self._finish(pending, guard)
         return loss
@@ -605,28 +625,28 @@ class KFAC(Optimizer):
     @property
     def _is_statistics_step(self) -> bool:
         """Whether the step that comes takes statistics."""
-        return not self._closed and self._schedule.is_statistics_step and self._measures
+        return not self._closed and self._schedule.is_statistics_step and self._can_measure
 
     @property
-    def _measures(self) -> bool:
-        """Whether there is anything to measure: not where no matrix follows the rule."""
+    def _can_measure(self) -> bool:
+        """Whether the rule reads statistics and a trained parameter may follow it."""
         if self.rule.reads is Statistics.NONE:
             return False
         params = self._params.by_name
-        if self._assignment.takes_all:
+        if self._assignment.has_one_rule:
             return True
         return any(params[n].requires_grad for n in self._assignment.measured)
 
     def _collect_statistics(
-        self, problem: StepProblem | None, gradients: Tensors, was_wanted: bool
+        self, problem: StepProblem | None, gradients: Tensors, expects_statistics: bool
     ) -> BlockMeans:
         """Return the means of what was seen since the last step, or of an objective's terms."""
-        self._skipped = False
-        if (was_wanted or self._capture.pool.calls) and not self._is_late:
+        self._has_skipped_statistics = False
+        if (expects_statistics or self._capture.pool.calls) and not self._has_missed_announcement:
             self._sum_statistics(gradients)
         if isinstance(problem, ObjectiveProblem):
             return self._measure_objective(problem)
-        if not self._measures:
+        if not self._can_measure:
             self._warn_of_missing_blocks()
         if not self._capture.pool.calls:
             self._refuse_missing_statistics()
@@ -634,7 +654,7 @@ class KFAC(Optimizer):
         return self._average_statistics()
 
     def _sum_statistics(self, gradients: Tensors) -> None:
-        """Sum what was seen over processes; gradients are whole except those of entries."""
+        """Sum the pooled statistics over processes, and compare the whole ones of the gradients."""
         pieces = self._params.shards.keys() & self._curvature.entry_names
         whole = {n: g for n, g in gradients.items() if n not in pieces}
         self._replicas.sum_statistics(
@@ -648,7 +668,7 @@ class KFAC(Optimizer):
             scale = float(self.grad_scaler.get_scale())
         # gradients are averaged over processes, and cotangents not yet
         means = self._capture.take_means(scale * self._replicas.processes.size)
-        self._skipped = means is None
+        self._has_skipped_statistics = means is None
         if means is None:
             return {}
         selected = self._assignment.select_blocks(means, self._options.sharing.longest)
@@ -667,7 +687,7 @@ class KFAC(Optimizer):
 
     def _refuse_missing_statistics(self) -> None:
         """Raise where statistics were due and no forward pass gave any."""
-        if self._is_statistics_step and not self._is_late:
+        if self._is_statistics_step and not self._has_missed_announcement:
             obstacle = self._capture.pool.obstacle
             raise PullbackError(
                 "A statistics step saw no layer", obstacle.description, obstacle.remedy
@@ -690,7 +710,10 @@ class KFAC(Optimizer):
         return self._curvature.can_defer(means)
 
     def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
-        """Return whether all gradients are finite; of a deferred step directions may tell."""
+        """Return False if a gradient is known not to be finite.
+
+        It is not asked where the directions of a deferred step tell, and guard averages too.
+        """
         squares = self.rule.squares_gradients
         averages_come_first = means and not self._replicas.can_postpone_averages(guard)
         if squares or not guard.is_deferred or averages_come_first:
@@ -705,7 +728,7 @@ class KFAC(Optimizer):
         pending.means = {}
         pending.is_averaged = self._curvature.update_averages(means, pending.guard)
         if not pending.is_averaged:
-            self._skipped = True
+            self._has_skipped_statistics = True
         elif not pending.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
             known = {*self._assignment.elementwise, *self._capture.structure.diagonals}
             self._notices.warn_unmeasured(self._curvature, gradients, known)
@@ -737,7 +760,8 @@ class KFAC(Optimizer):
         """Give entries' states to parameters that follow the rule for others from now on.
 
         They were frozen, or statistics have shown that they are no matrices. A parameter that has
-        turned out to be one gives its entries' state up.
+        turned out to be one gives its entries' state up. Gradients of sharded parameters among them
+        are replaced by their local pieces.
         """
         if self._assignment.others is None:
             return
@@ -747,7 +771,7 @@ class KFAC(Optimizer):
         for name in entries & measured:
             curvature.states.drop(BlockKey(BlockKind.ENTRIES, (name,)))
         others = {*self._assignment.elementwise} | self._capture.structure.partners.keys()
-        if not self._measures:
+        if not self._can_measure:
             others |= self._chosen.keys()
         for name in gradients.keys() & (others - measured - entries):
             p = self._params.by_name[name]
@@ -780,7 +804,7 @@ class KFAC(Optimizer):
             update.move(shares, is_void)
             return info
         value = numbers["damping"]
-        trial = trial_move(shares, problem, self.metric, damping, value, gradients)
+        trial = try_move(shares, problem, self.metric, damping, value, gradients)
         numbers["damping"] = trial.damping
         numbers["retry"] = int(not trial.accepted)
         return replace(trial, step_size=info.step_size, momentum=info.momentum)
@@ -805,7 +829,7 @@ class KFAC(Optimizer):
             return self._make_shares(directions)
 
         view = StepView(problem, self.metric, gradients, shares, refresh)
-        move = view.take(memory)
+        move = view.choose_move(memory)
         damping = view.next_damping(memory)
         if damping is not None:
             numbers["damping"] = damping
@@ -822,15 +846,17 @@ class KFAC(Optimizer):
         All processes call it; each adds what its averages give.
         """
         whole = self._params.gather_whole(move, "moves")
-        return sum_lengths(self._curvature.lengths(whole, self._params.templates, damped=False))
+        return sum_lengths(
+            self._curvature.compute_lengths(whole, self._params.templates, damped=False)
+        )
 
     def _finish(self, pending: PendingStatistics, guard: Guard) -> None:
-        """Count the step and report it; what was seen belonged to the old parameters."""
+        """Count a step that was taken, report it, and prepare the next forward pass."""
         self._schedule.numbers["step"] += 1
         self._capture.reset()
-        is_owed = self._is_late and not pending.is_averaged
+        is_owed = self._has_missed_announcement and not pending.is_averaged
         self._capture.announce(self._is_statistics_step or is_owed or self._capture.lacks_block)
-        notes = report.notes_of(self._curvature, self._skipped)
+        notes = report.list_notes(self._curvature, self._has_skipped_statistics)
         self._info = replace(self._info, took_statistics=pending.is_averaged, notes=notes)
         if guard.is_good is not None:
             is_averaged = guard.is_good
@@ -840,12 +866,13 @@ class KFAC(Optimizer):
             self._verdict = DeferredFlags(torch.stack(flags), pending.is_averaged)
 
     def _reject(self, reason: str, loss: Any) -> Any:
+        """Report a step that was not taken, forget its statistics, and return the loss."""
         self._capture.reset()
         self._info = KFACInfo(False, reason, self._schedule.damping)
         return loss
 
     def _read_verdict(self) -> None:
-        """Read the last step's flags: take back counts of a void step or void statistics."""
+        """Read the flags of the last deferred step: take back counts of what turned out void."""
         verdict = self._verdict
         self._verdict = None
         if verdict is None:
@@ -854,8 +881,8 @@ class KFAC(Optimizer):
         numbers = self._schedule.numbers
         if verdict.takes_statistics and not has_averaged:
             numbers["taken"] -= 1
-            self._skipped = has_moved
-            notes = report.notes_of(self._curvature, has_moved)
+            self._has_skipped_statistics = has_moved
+            notes = report.list_notes(self._curvature, has_moved)
             self._info = replace(self._info, took_statistics=False, notes=notes)
         if not has_moved:
             numbers["step"] -= 1
@@ -921,10 +948,10 @@ class KFAC(Optimizer):
         return self._curvature
 
     @contextmanager
-    def _whole(self) -> Iterator[KFACState]:
-        """The same, with averages that are whole meanwhile; all processes call it."""
+    def _with_whole_averages(self) -> Iterator[KFACState]:
+        """Give `blocks` with the averages of all of them; all processes call it together."""
         curvature = self.blocks
-        self._replicas.assemble(curvature.block_averages)
+        self._replicas.assemble_averages(curvature.block_averages)
         try:
             yield curvature
         finally:
@@ -951,7 +978,7 @@ class KFAC(Optimizer):
             self.model, self._assignment, self._capture.structure.reasons
         )
         facts = CoverageFacts(self.blocks, self._chosen, reasons)
-        return report.coverage_of(facts, dict(unwrap_model(self.model).named_parameters()))
+        return report.make_coverage(facts, dict(unwrap_model(self.model).named_parameters()))
 
     def _warn_of_missing_blocks(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
@@ -963,19 +990,19 @@ class KFAC(Optimizer):
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
-        with self._whole() as curvature:
-            return report.gram_of(curvature, self._params.by_name)
+        with self._with_whole_averages() as curvature:
+            return report.assemble_gram(curvature, self._params.by_name)
 
     def average(self) -> dict[BlockKey, dict[FactorKey, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
-        with self._whole() as curvature:
+        with self._with_whole_averages() as curvature:
             averages = curvature.averages
             return {k: a.normalize() for k, a in averages.items() if k in curvature.measured_keys}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""
-        with self._whole() as curvature:
-            return report.degenerate_of(curvature)
+        with self._with_whole_averages() as curvature:
+            return report.find_degenerate(curvature)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""

@@ -83,12 +83,12 @@ def _list_layouts(pool: Pool) -> Layouts:
 
 
 def _fill_layout(pool: Pool, key: BlockKey, layout: BlockLayout, parameter: Tensor) -> BlockTensors:
-    """Return the tensors of a block's sums, with zeros where this process has none."""
+    """Return a block's sums in this layout, with zeros where this process has none."""
     tensors: BlockTensors = {}
     if not is_broken(pool) and key in pool.sums:
         tensors = list_sums(pool.sums[key])
     if not describe_layout(tensors).items() <= layout.items():
-        tensors = {}  # `sum_statistics` finds out
+        tensors = {}  # the layout is out of date; `sum_statistics` notices, and sums anew
     filled: BlockTensors = {}
     for at in layout:
         if at in tensors:
@@ -98,8 +98,27 @@ def _fill_layout(pool: Pool, key: BlockKey, layout: BlockLayout, parameter: Tens
     return filled
 
 
+#: shape and dtype of a tensor
+TensorForm = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _RefreshOutcome:
+    """What the owner of a block tells the other processes after a refresh."""
+
+    is_ready: bool
+    note: str
+    #: the forms of the state's tensors, by name
+    tensors: dict[str, TensorForm]
+
+    @classmethod
+    def of(cls, block: Block) -> _RefreshOutcome:
+        """Return the outcome for a block that was refreshed here."""
+        return cls(block.is_ready, block.note, _describe_tensors(block.state))
+
+
 class Replicas:
-    """The processes, and who refreshes which block.
+    """The processes, and which of them refreshes which block.
 
     Args:
         processes: those that train together; one alone sends nothing.
@@ -154,11 +173,11 @@ class Replicas:
     def meet(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
     ) -> None:
-        """Raise where processes differ in model or options; begin at the same parameters."""
+        """Raise where processes differ in model or options; copy the first one's parameters."""
         if self.is_single:
             return
         shapes = {n: (tuple(p.shape), p.dtype) for n, p in params.by_name.items()}
-        rates = _rates(params, groups, schedule)
+        rates = _collect_rates(params, groups, schedule)
         options = {**options, "workers": self.placement.workers}
         self.processes.require_same("their model", shapes, "Build the same model in every process")
         self.processes.require_same(
@@ -186,7 +205,7 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(trained.values())
 
-    def launch(self, pool: Pool, params: ModelParameters) -> None:
+    def launch_sums(self, pool: Pool, params: ModelParameters) -> None:
         """Begin to sum the pooled statistics, in the shapes that all had last time.
 
         It is called in the backward pass, and before `sum_statistics`: messages of their own group
@@ -224,13 +243,13 @@ class Replicas:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
         if self.is_single:
             return
-        self.launch(capture.pool, params)
+        self.launch_sums(capture.pool, params)
         sent = self._sent
         self._sent = None
         pool = capture.pool
         layouts = _list_layouts(pool)
         facts = (
-            layouts, sorted(capture.structure.partners.items()), capture.table.known_roles()
+            layouts, sorted(capture.structure.partners.items()), capture.table.list_known_roles()
         )  # fmt: skip
         flags = _list_flags(pool, sent)
         have_same_facts, common = self._compare(facts, flags, params, groups, gradients, schedule)
@@ -297,7 +316,7 @@ class Replicas:
         Raise on all where replicas would drift apart, in rates, gradients or parameters.
         """
         processes = self.processes
-        rates = _rates(params, groups, schedule)
+        rates = _collect_rates(params, groups, schedule)
         bits = (checksum([*gradients.values()]), params.checksum(groups))
         are_equal, common = processes.compare([facts, rates, [*gradients]], flags, bits)
         have_same_facts, *have_same_replicas = are_equal
@@ -344,7 +363,7 @@ class Replicas:
     def _start_sums(
         self, pool: Pool, layouts: Layouts, params: ModelParameters, processes: Processes
     ) -> SentSums:
-        """Begin to sum counts and sides."""
+        """Begin to sum what was pooled over processes, in these layouts."""
         device = next(iter(params.by_name.values())).device
         sums: dict[BlockKey, BlockTensors] = {}
         for key, layout in layouts.items():
@@ -364,12 +383,15 @@ class Replicas:
         """
         return guard.is_deferred and self.is_single
 
-    def keeps(self, key: BlockKey) -> bool:
+    def keeps_average(self, key: BlockKey) -> bool:
         """Return whether this process holds the average of a block."""
         return not self._is_owned or self.placement.owners.get(key) in (None, self.processes.rank)
 
-    def total(self, shares: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all processes of numbers that owners of averages have computed."""
+    def sum_over_owners(self, shares: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over processes of numbers, where averages have one owner each.
+
+        Every owner gives the numbers of its blocks, and zeros for those of the others.
+        """
         if not self._is_owned or not shares:
             return shares
         first = next(iter(shares.values()))
@@ -377,14 +399,14 @@ class Replicas:
         totals = self.processes.sum([stacked], "lengths")[0]
         return dict(zip(shares, totals.unbind(), strict=True))
 
-    def assemble(self, blocks: BlockAverages) -> None:
-        """Bring whole averages here; those of owners are given up again by `release`."""
+    def assemble_averages(self, blocks: BlockAverages) -> None:
+        """Receive the averages that other processes own, until `release` gives them up again."""
         if not self._is_owned:
             return
         tensors: list[Tensor] = []
         owners: list[int] = []
         for key, average in blocks:
-            if not self.keeps(key):
+            if not self.keeps_average(key):
                 average.replace_tensors(Tensor.contiguous)
             sides = average.sides()
             tensors += sides
@@ -394,7 +416,7 @@ class Replicas:
     # --- on the way out: states -------------------------------------------------------------------
 
     def place(self, states: BlockStates, averages: Averages, keys: Set[BlockKey]) -> None:
-        """Give new blocks an owner."""
+        """Give each of these blocks that has none an owner, and release what others hold."""
         if self.is_single:
             return
         costs: dict[BlockKey, tuple[Any, float]] = {}
@@ -406,7 +428,7 @@ class Replicas:
 
     def release(self, states: BlockStates, averages: Averages) -> None:
         """Give up the memory of states that other teams hold, and of averages that others own."""
-        for average in [a for key, a in averages.items() if not self.keeps(key)]:
+        for average in [a for key, a in averages.items() if not self.keeps_average(key)]:
             average.replace_tensors(placeholder, mass=False)
         for key in states.blocks.keys() & self.placement.owners.keys():
             block = states.blocks[key]
@@ -429,23 +451,24 @@ class Replicas:
         owned_keys = [k for k in keys if self.placement.owns(k)]
         with self.processes.raise_together("refresh its blocks"):
             states.refresh(averages, owned_keys, damping, references)
-        owned_outcomes = {k: _outcome(states.blocks[k]) for k in owned_keys}
-        outcomes: dict[BlockKey, Any] = {}
+        owned_outcomes = {k: _RefreshOutcome.of(states.blocks[k]) for k in owned_keys}
+        outcomes: dict[BlockKey, _RefreshOutcome] = {}
         for outcomes_there in self.processes.gather_objects(owned_outcomes):
             outcomes |= outcomes_there
         for key in [k for k in keys if k not in owned_outcomes]:
             self._adopt(states, key, outcomes[key])
         self._send(states, keys)
 
-    def _adopt(self, states: BlockStates, key: BlockKey, outcome: Any) -> None:
-        """Take up what the owner says of a block: whether it is ready, a note, and its form."""
+    def _adopt(self, states: BlockStates, key: BlockKey, outcome: _RefreshOutcome) -> None:
+        """Prepare a block for the state that its owner has refreshed and is about to send."""
         block = states.blocks[key]
-        is_ready, block.note, form = outcome
-        if is_ready and not block.is_ready:
+        block.note = outcome.note
+        if outcome.is_ready and not block.is_ready:
             block.is_ready = True
             states.restack()
-        if form != _form(block.state):
-            block.state = _room(block.state, form, is_held=self.placement.holds(key))
+        if outcome.tensors != _describe_tensors(block.state):
+            is_held = self.placement.holds(key)
+            block.state = _make_room(block.state, outcome.tensors, is_held=is_held)
             states.restack()
 
     def _send(self, states: BlockStates, keys: Sequence[BlockKey]) -> None:
@@ -480,7 +503,10 @@ class Replicas:
         stacked: list[Tensor],
         gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the directions of this team's blocks together with those of other teams."""
+        """Return the directions of this team's blocks together with those that other teams send.
+
+        `stacked` are few tensors that hold all directions.
+        """
         if self.is_single or not self.placement.has_several_teams:
             return directions, stacked
         all_directions = dict(directions)
@@ -512,8 +538,8 @@ class Replicas:
                 f"Call {call} on all processes together; one of them may write it",
             ) from error
 
-    def collect(self, states: BlockStates) -> None:
-        """Bring the states of all teams here, unless `piece` cuts them; `release` gives them up."""
+    def collect_states(self, states: BlockStates) -> None:
+        """Receive the states of other teams, unless `cut_piece` cuts them, until `release`."""
         if self._is_owned or not self.placement.has_several_teams:
             return
         placed = states.ready & self.placement.owners.keys()
@@ -526,7 +552,7 @@ class Replicas:
             tensors[key] = [*block.state.tensors().values()]
         self.placement.send_across(tensors, "state")
 
-    def piece(self, key: BlockKey, t: Tensor) -> Tensor:
+    def cut_piece(self, key: BlockKey, t: Tensor) -> Tensor:
         """Return a tensor of a block for `state_dict`: where owners hold it, cut into pieces."""
         if self._is_owned:
             return self.processes.scatter(t, self.placement.owners.get(key), "state")
@@ -543,20 +569,16 @@ def _refreshed_tensors(state: RuleState) -> list[tuple[Tensor, bool]]:
     return [(tensors[name], name in symmetric_names) for name in names]
 
 
-def _outcome(block: Block) -> tuple[bool, str, Any]:
-    return block.is_ready, block.note, _form(block.state)
-
-
-def _form(state: RuleState) -> dict[str, Any]:
-    """Return shapes and dtypes of a state's tensors."""
+def _describe_tensors(state: RuleState) -> dict[str, TensorForm]:
+    """Return shape and dtype of each of a state's tensors."""
     return {n: (tuple(t.shape), t.dtype) for n, t in state.tensors().items()}
 
 
-def _room(state: RuleState, form: dict[str, Any], *, is_held: bool) -> RuleState:
-    """Return a state of this form, with memory of its own where it is held here."""
+def _make_room(state: RuleState, forms: dict[str, TensorForm], *, is_held: bool) -> RuleState:
+    """Return a state with zeros of these forms, in memory of its own where it is held here."""
     device = next(iter(state.tensors().values())).device
     tensors: dict[str, Tensor] = {}
-    for name, (shape, dtype) in form.items():
+    for name, (shape, dtype) in forms.items():
         zeros = torch.zeros((), dtype=dtype, device=device).expand(shape)
         if is_held:
             tensors[name] = zeros.clone()
@@ -575,8 +597,10 @@ def _describe_norms_and_checksums(tensors: Tensors) -> dict[str, str]:
     return words
 
 
-def _rates(params: ModelParameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what param groups and schedule say, without numbers on a device."""
+def _collect_rates(
+    params: ModelParameters, groups: Groups, schedule: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return options of param groups and the schedule's numbers by a name, but no tensors."""
     rates: dict[str, Any] = {}
     for i, group in enumerate(groups):
         options = {n: v for n, v in group.items() if not isinstance(v, Tensor)}

@@ -17,7 +17,7 @@ from ...maps.proof import NO_LAYER, UNUSED
 from ...maps.roles import Role
 from ..checks import find_user_stacklevel, warn_growth
 from .assignment import Assignment
-from .factors.averages import gram_of as factor_gram
+from .factors.averages import gram_of
 from .factors.block import BlockKey, describe, names_of, to_block
 from .rules import Rule
 from .stacks import Tensors
@@ -101,26 +101,26 @@ class CoverageFacts:
     reasons: Mapping[str, str]
 
 
-def coverage_of(facts: CoverageFacts, params: Tensors) -> Coverage:
-    """Return the rows of all parameters."""
+def make_coverage(facts: CoverageFacts, params: Tensors) -> Coverage:
+    """Return a row for each parameter, in their order."""
     blocks = {}
     for key in facts.state.measured_keys:
         blocks |= dict.fromkeys(key.names, key)
-    rows = [_row_of(name, p, blocks.get(name), facts) for name, p in params.items()]
+    rows = [_make_row(name, p, blocks.get(name), facts) for name, p in params.items()]
     coverage = Coverage(rows)
     takes_statistics = not facts.state.assignment.rule.is_elementwise
     coverage.is_preliminary = takes_statistics and not facts.state.measured_keys
     return coverage
 
 
-def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) -> Row:
+def _make_row(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) -> Row:
     """Return the row of one parameter."""
     shape = tuple(p.shape)
-    why_none = _why_no_rule(name, p, facts)
+    why_none = _explain_no_rule(name, p, facts)
     if why_none:
         return Row(name, shape, "none", why_none, "none")
     if key is not None:
-        return _measured_row(name, shape, key, facts)
+        return _make_measured_row(name, shape, key, facts)
     assignment = facts.state.assignment
     others = assignment.others
     is_settled = name in assignment.elementwise or name in facts.state.entry_names
@@ -130,7 +130,7 @@ def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) ->
             rule = assignment.rule.name
         return Row(name, shape, UNKNOWN, "the first statistics show what is done with it", rule)
     if others is not None:
-        return Row(name, shape, "none", _why_others(name, facts), others.name)
+        return Row(name, shape, "none", _explain_others(name, facts), others.name)
     reason = "no output seen so far depended on it"
     if assignment.is_unused(name):
         reason = UNUSED
@@ -138,8 +138,8 @@ def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) ->
     return Row(name, shape, "gradient", reason, assignment.rule.name)
 
 
-def _why_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
-    """Return why a parameter is not optimized at all, or nothing."""
+def _explain_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
+    """Return why a parameter is not optimized at all; empty if it is."""
     if not p.requires_grad:
         return "frozen"
     if name not in facts.chosen:
@@ -149,12 +149,14 @@ def _why_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
     return ""
 
 
-def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: CoverageFacts) -> Row:
+def _make_measured_row(
+    name: str, shape: tuple[int, ...], key: BlockKey, facts: CoverageFacts
+) -> Row:
     """Return the row of a parameter whose block has statistics."""
     assignment = facts.state.assignment
     block = facts.state.states.blocks[key]
     words = describe(key, facts.state.averages[key].value)
-    reason = facts.reasons.get(name) or _role_reason(name, assignment)
+    reason = facts.reasons.get(name) or _explain_role(name, assignment)
     if block.note:
         reason += f"; {block.note}"
     if block.is_ready or assignment.others is None:
@@ -163,7 +165,7 @@ def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: Cover
     return Row(name, shape, words, reason, assignment.others.name)
 
 
-def _why_others(name: str, facts: CoverageFacts) -> str:
+def _explain_others(name: str, facts: CoverageFacts) -> str:
     """Return why a parameter follows the rule for others."""
     assignment = facts.state.assignment
     if assignment.rule.is_elementwise:
@@ -178,10 +180,10 @@ def _why_others(name: str, facts: CoverageFacts) -> str:
     is_loaded = role is not None and not role.reason
     if name in assignment.measured and not is_loaded:
         return UNREACHED
-    return _role_reason(name, assignment)
+    return _explain_role(name, assignment)
 
 
-def _role_reason(name: str, assignment: Assignment) -> str:
+def _explain_role(name: str, assignment: Assignment) -> str:
     """Return what shows the role of a parameter."""
     role = assignment.roles.get(name)
     if role is None:
@@ -273,7 +275,7 @@ def _find_parametrizations(model: nn.Module) -> dict[str, str]:
     return parametrizations
 
 
-def gram_of(state: KFACState, params: Tensors) -> Kronecker:
+def assemble_gram(state: KFACState, params: Tensors) -> Kronecker:
     """Return F̂ without damping, over the parameters that have a block, in the model's order."""
     keys = [k for k in state.averages if k in state.measured_keys]
     if not keys:
@@ -299,16 +301,19 @@ def _number_entries(start: int, p: Tensor) -> Tensor:
     return torch.arange(start, start + p.numel()).view(p.shape)
 
 
-def notes_of(state: KFACState, skipped: bool) -> dict[str, str]:
-    """Return what is to be said of blocks, by parameters, and of statistics that were `skipped`."""
+def list_notes(state: KFACState, has_skipped_statistics: bool) -> dict[str, str]:
+    """Return the notes of the last refresh by the block's parameters, and one on statistics."""
     notes = {", ".join(key.names): note for key, note in state.states.notes.items()}
-    if skipped:
+    if has_skipped_statistics:
         notes["statistics"] = "they were not finite, or not complete; the last good ones stay"
     return notes
 
 
 class Notices:
-    """Warnings, each given once."""
+    """Warnings to the user, each given once.
+
+    The caller asks `has_warned_of_missing_blocks` first, since the reasons take a while to find.
+    """
 
     def __init__(self) -> None:
         self._unmeasured: set[str] = set()
@@ -323,9 +328,9 @@ class Notices:
         return self._has_warned_of_missing_blocks
 
     def warn_unmeasured(self, state: KFACState, gradients: Tensors, known: Collection[str]) -> None:
-        """Say which parameters the loss reaches and the measured output does not.
+        """Warn of parameters that the loss reaches and the measured output does not.
 
-        Those `known` to have no block are said elsewhere.
+        Those `known` to have no block are left out: `warn_of_missing_blocks` names them.
         """
         explained = names_of(state.measured_keys) | self._unmeasured | {*known}
         lost = [n for n, g in gradients.items() if n not in explained and bool(g.any())]
@@ -347,7 +352,7 @@ class Notices:
     def warn_of_missing_blocks(
         self, params: Tensors, reasons: Mapping[str, str], others: Rule | None
     ) -> None:
-        """Say that more than a tenth of what is trained has no block of its layer."""
+        """Warn if more than a tenth of what is trained has no block of its layer."""
         self._has_warned_of_missing_blocks = True
         sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
         reasons = {n: why for n, why in reasons.items() if n in sizes}
@@ -366,7 +371,7 @@ class Notices:
         )
 
     def warn_not_finite(self) -> None:
-        """Say, the first time, that a step was skipped because a gradient is not finite."""
+        """Warn, the first time, that a step was skipped because a gradient is not finite."""
         if self._has_warned_not_finite:
             return
         self._has_warned_not_finite = True
@@ -400,16 +405,16 @@ class Degenerate:
     reason: str
 
 
-def degenerate_of(state: KFACState) -> list[Degenerate]:
+def find_degenerate(state: KFACState) -> list[Degenerate]:
     """Return the singular sides of all blocks that have statistics."""
     degenerate: list[Degenerate] = []
     for key, average in state.averages.items():
         if key in state.measured_keys:
-            degenerate += _degenerate_sides(key, factor_gram(key, average.normalize()))
+            degenerate += _find_degenerate_sides(key, gram_of(key, average.normalize()))
     return degenerate
 
 
-def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
+def _find_degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
     """Return the singular sides of a block: directions of length zero, which change nothing.
 
     If the expected pullback metric of a layer is nondegenerate, so is its Kronecker block.

@@ -11,7 +11,7 @@ COUNTS = ("step", "taken", "damping", "retry")
 
 @dataclass
 class Schedule:
-    """Where training stands.
+    """Counts of steps and statistics, and which steps take statistics or refresh states.
 
     Attributes:
         statistics_every, refresh_every: steps between statistics and between refreshes.
@@ -50,7 +50,7 @@ class Schedule:
 
     @property
     def is_statistics_step(self) -> bool:
-        """Whether the step that comes takes statistics.
+        """Whether the next step takes statistics: one in `statistics_every`, more at the start.
 
         After a warm-up of w steps the gap between statistics grows as steps/w until it is
         `statistics_every`: factors change fastest at the start of training.
@@ -61,7 +61,9 @@ class Schedule:
         return has_short_gap and self.step % (self.step // self.warmup) == 0
 
     def is_refresh_step(self, count: int) -> bool:
-        """Return whether states are refreshed with `count` statistics taken up.
+        """Return whether this step refreshes states: one in `refresh_every`, more at the start.
+
+        `count` is the number of statistics in the averages, those of this step included.
 
         With a warm-up of w steps the gap between refreshes grows as that between statistics does,
         until it is `refresh_every`. Otherwise, until the first `refresh_every` steps are done, also

@@ -73,7 +73,7 @@ class KFACState:
 
     @property
     def references(self) -> Any:
-        """Long-run averages that were given, or None where the damping reads none."""
+        """Long-run averages that the user gave, perhaps none; None where the damping reads none."""
         damping = self.rule.damping
         if damping is None or not damping.needs_reference:
             return None
@@ -122,12 +122,12 @@ class KFACState:
         if average is not None and average.fits(sides) and key not in self.reserved:
             return False
         if average is not None and key in self.measured_keys and average.has_shapes(sides):
-            self.move(key, get_entries(next(iter(sides.values()))))
+            self.move_block(key, get_entries(next(iter(sides.values()))))
         else:
             self.allocate(key, sides)
         return True
 
-    def move(self, key: BlockKey, template: Tensor) -> None:
+    def move_block(self, key: BlockKey, template: Tensor) -> None:
         """Bring a block, with all that is in it, to the template's device and dtype."""
         self.averages[key].replace_tensors(lambda t: t.to(template))
         self.states.convert(key, template)
@@ -143,7 +143,7 @@ class KFACState:
             mass = self.averages[key].mass
             device = params[key.names[0]].device
             if mass.device != device:
-                self.move(key, mass.to(device))
+                self.move_block(key, mass.to(device))
         self.replicas.release(self.states, self.averages)
 
     def _move_entries(self, params: Tensors) -> None:
@@ -189,7 +189,10 @@ class KFACState:
     # --- statistics → averages → states → directions ----------------------------------------------
 
     def update_averages(self, means: BlockMeans, guard: Guard) -> bool:
-        """Take up the statistics of one step, if all of them are finite."""
+        """Take up the statistics of one step; return False where one of them is not finite.
+
+        Second moments in eigenbases are removed from `means`, and go to the rules.
+        """
         tensors: list[Tensor] = []
         for factors in means.values():
             tensors += map(get_entries, factors.values())
@@ -202,7 +205,7 @@ class KFACState:
         spectra = {k: factors.pop(SPECTRUM) for k, factors in means.items() if SPECTRUM in factors}
         pairs: list[tuple[Average, Factors]] = []
         for key, factors in means.items():
-            if self.replicas.keeps(key):
+            if self.replicas.keeps_average(key):
                 pairs.append((self.averages[key], factors))
             else:
                 pairs.append((self.averages[key], {}))
@@ -257,7 +260,7 @@ class KFACState:
         group_numbers: Mapping[str, int],
         is_void: Tensor | None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return directions by name, and in few tensors.
+        """Return directions by name, and the few tensors that hold them, for checks of all at once.
 
         A matrix whose state is not ready yet takes the first step of the rule for others. Without
         such a rule, a parameter without a block follows its gradient.
@@ -268,21 +271,22 @@ class KFACState:
         )
         directions, stacked = self.replicas.complete(self.states, directions, stacked, gradients)
         directions = {n: directions[n] for n in gradients if n in directions}
-        waiting = _keys_by_name(self.measured_keys - self.states.ready)
+        not_ready = _keys_by_name(self.measured_keys - self.states.ready)
         for name, gradient in gradients.items():
             if name in directions:
                 continue
             if self.assignment.others is None:
                 directions[name] = gradient
-            elif name in waiting:
+            elif name in not_ready:
                 options = groups[group_numbers[name]]
-                directions[name] = self._first_step(gradient, StepContext(1, options, is_void))
+                context = StepContext(1, options, is_void)
+                directions[name] = self._find_first_direction(gradient, context)
             else:
                 continue
             stacked.append(directions[name])
         return directions, stacked
 
-    def _first_step(self, gradient: Tensor, step: StepContext) -> Tensor:
+    def _find_first_direction(self, gradient: Tensor, step: StepContext) -> Tensor:
         """Return the first direction of the rule for others, whose state is not kept."""
         others = self.assignment.others
         assert others is not None
@@ -310,24 +314,29 @@ class KFACState:
 
     # --- lengths ----------------------------------------------------------------------------------
 
-    def lengths(self, move: Tensors, templates: Tensors, *, damped: bool) -> dict[str, Tensor]:
-        """Return for each parameter ⟨x, F̂x⟩ over its entries, for a move x by name.
+    def compute_lengths(
+        self, move: Tensors, templates: Tensors, *, damped: bool
+    ) -> dict[str, Tensor]:
+        """Return for each parameter ⟨x, Fx⟩ over its entries, for a move x by name.
 
-        Their sum is xᵀF̂x. All processes call it; each adds what its averages give.
+        Their sum is xᵀFx. F is F̂, or if `damped` the metric whose inverse gives directions. All
+        processes call it; each adds what its averages give.
         """
         shares: dict[str, Tensor] = {}
         for key, average in self.block_averages:
             if move.keys().isdisjoint(key.names):
                 continue
             names = [n for n in key.names if n in move]
-            if self.replicas.keeps(key):
-                products = self._block_products(key, average, move, templates, damped=damped)
+            if self.replicas.keeps_average(key):
+                products = self._compute_block_products(
+                    key, average, move, templates, damped=damped
+                )
                 shares |= {n: products[n] for n in names}
             else:
                 shares |= {n: average.mass.new_zeros(()) for n in names}
-        return self.replicas.total(shares)
+        return self.replicas.sum_over_owners(shares)
 
-    def _block_products(
+    def _compute_block_products(
         self, key: BlockKey, average: Average, move: Tensors, templates: Tensors, *, damped: bool
     ) -> dict[str, Tensor]:
         """Return ⟨x, Fx⟩ of one block, parameter by parameter."""
@@ -366,7 +375,9 @@ class KFACState:
             return False
         if self.rule.estimation.ema < _LEAST_EMA:
             return False
-        pairs = [(self.averages[k], new) for k, new in means.items() if self.replicas.keeps(k)]
+        pairs = [
+            (self.averages[k], new) for k, new in means.items() if self.replicas.keeps_average(k)
+        ]
         return all(average.can_add_on_device(new) for average, new in pairs)
 
     def memory(self) -> dict[str, int]:
@@ -374,7 +385,7 @@ class KFACState:
         averages: list[Tensor] = []
         for key in self.averages.keys() - self.reserved:
             averages.append(self.averages[key].mass)
-            if self.replicas.keeps(key):
+            if self.replicas.keeps_average(key):
                 averages += self.averages[key].sides()
         states: list[Tensor] = []
         for key, block in self.states.blocks.items():

@@ -32,7 +32,7 @@ _IN_USE = "inverted_damping"
 
 
 def find_damping(step: Step) -> float | None:
-    """Return the first λ of a step that chooses it, or of one inside it."""
+    """Return the first λ of a step, or of one inside it; None if no step chooses λ."""
     current: Step | None = step
     while current is not None:
         if _DAMPING in current.numbers:
@@ -41,8 +41,8 @@ def find_damping(step: Step) -> float | None:
     return None
 
 
-def _next_damping(state: dict[str, Any]) -> float | None:
-    """Return λ as a step left it in its state, or one inside it."""
+def _find_next_damping(state: dict[str, Any]) -> float | None:
+    """Return λ from the state of a step, or of one inside it; None if no step chooses λ."""
     tree: Any = state
     while isinstance(tree, dict):
         if _DAMPING in tree:
@@ -90,7 +90,7 @@ class StepMemory:
         return self.vectors[name]
 
     def load(self, saved: dict[str, Any], params: Tensors) -> None:
-        """Take up what `KFAC` saved, by parameter."""
+        """Read numbers and vectors from what `KFAC` saved by parameter."""
         first = {"step": first_numbers(self.step), _IN_USE: self.inverted_damping}
         self.numbers = shared_numbers(first, [state.get(NUMBERS) for state in saved.values()])
         for name, state in saved.items():
@@ -121,8 +121,8 @@ class StepView:
         self._last_move: Tensor | None = None
         self._rate = self._flatten_rates()
 
-    def take(self, memory: StepMemory) -> Move:
-        """Return the move that the step chooses, and let it keep what it wants to keep.
+    def choose_move(self, memory: StepMemory) -> Move:
+        """Return the move that the step chooses, and write what it keeps to `memory`.
 
         Raise for a step that models the loss if the closure gives another loss when it runs again:
         the model of one batch says nothing about the next.
@@ -172,10 +172,10 @@ class StepView:
 
     def next_damping(self, memory: StepMemory) -> float | None:
         """Return the λ that the step wants at the next refresh, if it chooses one."""
-        return _next_damping(memory.numbers["step"])
+        return _find_next_damping(memory.numbers["step"])
 
     def _solve(self, damping: Any, memory: StepMemory) -> Solution:
-        """Return the direction; at another damping than that in use from the second time on."""
+        """Return the direction, and from the second call on refresh for another damping first."""
         if damping is not None and self._has_solved and float(damping) != memory.inverted_damping:
             self.shares = self.refresh(float(damping))
             memory.inverted_damping = float(damping)

@@ -83,7 +83,7 @@ class TableWriter:
         self._numbers = {name: i for i, name in enumerate(names)}
         self._roles = assignment.roles
 
-    def row(
+    def make_row(
         self, name: str, key: BlockKey | None, factors: Factors, device: torch.device | None
     ) -> dict[str, Any]:
         """Return the row of a parameter that leads this block, with its factors, or none.
@@ -130,10 +130,10 @@ def _read_role(
         return None
     role = _ROLES.get(numbers["role"])
     if role is None:
-        raise _unknown("role", numbers["role"])
+        raise _make_newer_version_error("role", numbers["role"])
     if split and prod(p.shape) % sum(split):
         size = "×".join(map(str, p.shape))
-        raise foreign(f"{name} had matrices of {split} rows, and is {size} now")
+        raise make_foreign_error(f"{name} had matrices of {split} rows, and is {size} now")
     return ParameterRole(name, role, split, numbers["axis"], "", bool(numbers["used"]))
 
 
@@ -143,16 +143,16 @@ def _read_key(name: str, numbers: Mapping[str, int], names: Sequence[str]) -> Bl
         return None
     kind = _KINDS.get(numbers["kind"])
     if kind is None:
-        raise _unknown("kind of block", numbers["kind"])
+        raise _make_newer_version_error("kind of block", numbers["kind"])
     partner = numbers["partner"]
     if partner >= len(names):
-        raise foreign(f"{name} shared a block with parameter {partner} of {len(names)}")
+        raise make_foreign_error(f"{name} shared a block with parameter {partner} of {len(names)}")
     members = (name,) if partner == _NONE else (name, names[partner])
     is_transposed = bool(numbers["transposed"])
     return BlockKey(str(kind), members, bias=bool(numbers["bias"]), is_transposed=is_transposed)
 
 
-def _unknown(what: str, number: int) -> PullbackError:
+def _make_newer_version_error(what: str, number: int) -> PullbackError:
     return PullbackError(
         "The saved state is that of a newer version",
         f"its table has a {what} of number {number}",
@@ -198,7 +198,7 @@ def _read_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number)
 
 
-def foreign(why: str) -> PullbackError:
+def make_foreign_error(why: str) -> PullbackError:
     """Return the error for a state of another model."""
     return PullbackError(
         "The saved state is that of another network",

@@ -46,12 +46,12 @@ class Average:
         return cls(value, get_entries(next(iter(value.values()))).new_zeros(()), mean)
 
     def fits(self, new: Factors) -> bool:
-        """Return whether these are factors of the same names, shapes, dtype and device."""
+        """Return True for factors of the same names, shapes, dtype and device."""
         memories = {(t.dtype, t.device) for t in map(get_entries, new.values())}
         return self.has_shapes(new) and memories == {(self.mass.dtype, self.mass.device)}
 
     def has_shapes(self, new: Factors) -> bool:
-        """Return whether these are factors of the same names and shapes."""
+        """Return True for factors of the same names and shapes, of any dtype and device."""
         value = self.value
         if value.keys() != new.keys():
             return False
@@ -71,19 +71,19 @@ class Average:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Averages of one form can be stacked."""
+        """What averages must have in common to be stacked."""
         shapes = [(f, t.shape[1:]) for f, t in self.value.items()]
         return *shapes, self.mass.dtype, self.mass.device
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
-        """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
+        """Replace the entries of all factors, and if `mass` that: move them to a device, say."""
         self.value = {f: map_entries(change, t) for f, t in self.value.items()}
         self.mean = {f: map_entries(change, t) for f, t in self.mean.items()}
         if mass:
             self.mass = change(self.mass)
 
     def sides(self) -> list[Tensor]:
-        """Return the memory of all sides."""
+        """Return the entries of all factors, without copies."""
         return [*map(get_entries, self.value.values()), *map(get_entries, self.mean.values())]
 
 
@@ -153,7 +153,7 @@ def gram_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Pa
 
 
 def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tensor]:
-    """Return the block of an average, and what each of its factors is yet to be divided by.
+    """Return the Gram block of an average, and what each of its factors must be divided by.
 
     Nothing is copied for it where there is one use; the sum of several has a scale of its own.
     """
@@ -163,7 +163,10 @@ def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tenso
 
 
 def _append_bias_input(factors: Factors, use: str, width: int, corner: Tensor | float) -> Tensor:
-    """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
+    """Return mean āāᵀ (G, `width`, `width`) of ā = (a, 1) for one use, from mean aaᵀ and mean a.
+
+    A use without a bias has zeros in the place of the bias.
+    """
     side = unpack(factors[FactorKey(use, FactorSide.RIGHT)])
     mean = factors.get(FactorKey(use, FactorSide.MEAN))
     n = side.shape[-1]

@@ -47,7 +47,7 @@ class Damping(ABC):
     def find_shifts(
         self, means: Means, reference: Pair | None, value: float
     ) -> tuple[Tensor, Tensor]:
-        """Return what is added to the left and to the right side.
+        """Return what is added to the output factor (left) and to the input factor (right).
 
         Args:
             means: the mean eigenvalue of either side, by group, (G,).
@@ -118,8 +118,8 @@ class Invariant(Damping):
             items = reference.items()
         else:
             items = ()
-        good = [isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items]
-        if reference is not None and not (good and all(good)):
+        are_blocks = [isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items]
+        if reference is not None and not (are_blocks and all(are_blocks)):
             description = type(reference).__name__
             if reference == {}:
                 description = "an empty one"
@@ -210,7 +210,7 @@ def as_damping(damping: Damping | float) -> Damping:
 
 
 def refuse_reference(damping: Damping, statistics: Reference) -> None:
-    """Raise where the damping's reference is that of other blocks than the statistics."""
+    """Raise where factors of the damping's reference have other sizes than the statistics."""
     for key, reference in (damping.reference or {}).items():
         means = statistics.get(key, {})
         for factor in means.keys() & reference.keys():
