@@ -35,7 +35,7 @@ class Counts:
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     """Count captures and replays; on a CPU let the graph be the function itself."""
     counts = Counts()
-    capture = direction_graph.capture
+    capture = direction_graph.capture_graph
     directions = DirectionGraph.directions
 
     def count_capture(compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -56,7 +56,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
             is_void = torch.zeros(())
         return directions(self, gradients, is_void)
 
-    monkeypatch.setattr(direction_graph, "capture", count_capture)
+    monkeypatch.setattr(direction_graph, "capture_graph", count_capture)
     monkeypatch.setattr(DirectionGraph, "directions", always_defer)
     return counts
 
@@ -176,7 +176,7 @@ def test_a_refused_capture_lets_steps_run_eagerly(
         return vector(model)
 
     want = without_graph(run, monkeypatch)
-    monkeypatch.setattr(direction_graph, "capture", refuse)
+    monkeypatch.setattr(direction_graph, "capture_graph", refuse)
     with pytest.warns(UserWarning, match="runs without one: operation not permitted") as caught:
         actual = run()
     assert len([w for w in caught if "CUDA graph" in str(w.message)]) == 1

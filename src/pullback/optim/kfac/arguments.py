@@ -95,7 +95,7 @@ _TESTS = {
 
 
 def check(**arguments: Any) -> None:
-    """Raise for the first argument that is not usable."""
+    """Raise for the first argument whose value is not usable under its name."""
     for name, value in arguments.items():
         is_usable, remedy = _TESTS[name]
         if value is None and name in _OPTIONAL:
@@ -107,7 +107,7 @@ def check(**arguments: Any) -> None:
 
 
 def check_group(group: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Raise for options of a param group that are not usable, or not among these."""
+    """Raise for a param group's values that are not usable, or names that are not `options`."""
     for name in group:
         if name not in (*options, *_LABELS):
             raise PullbackError(
@@ -119,7 +119,7 @@ def check_group(group: Mapping[str, Any], options: Iterable[str]) -> None:
 
 
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise for options that schedulers or users have made unusable since."""
+    """Raise for values of param groups that schedulers or users have made unusable."""
     for group in groups:
         check(**{name: _as_number(group[name]) for name in _GROUPED if name in group})
 

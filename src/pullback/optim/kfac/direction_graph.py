@@ -54,7 +54,7 @@ class DirectionGraph:
         self._has_failed = False
 
     def directions(self, gradients: Mapping[str, Tensor], is_void: Tensor | None) -> Any:
-        """Return directions by name, in buffers of the graph; none on steps that run eagerly."""
+        """Return directions by name, in buffers of the graph, or {} if the step runs eagerly."""
         if is_void is None or not self._stacks or self._has_failed:
             return {}
         if is_void.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -69,7 +69,7 @@ class DirectionGraph:
         return self._captured.replay(gradients, is_void)
 
     def _follow_configuration(self, gradients: Mapping[str, Tensor]) -> None:
-        """Count steps with the same gradients and options; give the graph up when they change."""
+        """Count steps with the same gradients and options; drop the graph when they change."""
         present = [_select_names(stack, gradients) for stack in self._stacks]
         configuration = (present, [dict(vars(rule)) for rule in self._rules.values()])
         if configuration != self._configuration:
@@ -121,9 +121,10 @@ class CapturedDirections:
             for name in _select_names(stack, gradients):
                 self._buffers[name] = torch.empty_like(gradients[name], dtype=stack.dtype)
         self._load(gradients, is_void)
-        self._run = capture(self._compute, is_void.device)
+        self._run = capture_graph(self._compute, is_void.device)
 
     def _load(self, gradients: Mapping[str, Tensor], is_void: Tensor) -> None:
+        """Copy gradients and the flag to the buffers that the graph reads."""
         new = [gradients[name] for name in self._buffers]
         torch._foreach_copy_([*self._buffers.values()], new)
         self._is_void.copy_(is_void)
@@ -144,8 +145,8 @@ class CapturedDirections:
         return dict(self._buffers)
 
 
-def capture(compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what replays the operations of a function on this device; they are not run now.
+def capture_graph(compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return a function that replays the operations of `compute`, which are not run now.
 
     Other threads, such as one that loads data, may use the device meanwhile.
     """

@@ -89,7 +89,7 @@ class Options:
     @property
     def sharing(self) -> Sharing:
         """How a layer's moments are formed."""
-        return self.rule.estimation.positions
+        return self.rule.estimation.make_sharing()
 
     @property
     def batch_dim(self) -> int:
@@ -124,7 +124,7 @@ class Options:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What several processes must have in common; param groups are compared by themselves."""
+        """What must be the same on all processes; param groups are compared by themselves."""
         per_process = ("grad_scaler", "output", "weight_decay", "rule")
         common = {n: v for n, v in vars(self).items() if n not in per_process}
         of_rule = {n: v for n, v in vars(self.rule).items() if n != "estimation"}
@@ -193,7 +193,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
 
 
 def _find_kl_clip(rule: Rule, *, is_controlled: bool) -> float | None:
-    """Return the bound of the KL clip; "auto" is none where a closure controls the step."""
+    """Return the bound of the KL clip or None, which "auto" is if a closure controls the step."""
     kl_clip: Any = rule.kl_clip
     if kl_clip != "auto":
         return kl_clip
@@ -203,7 +203,10 @@ def _find_kl_clip(rule: Rule, *, is_controlled: bool) -> float | None:
 
 
 def _find_others(rule: Rule) -> Rule | None:
-    """Return the rule for parameters that this one does not take, if there are any."""
+    """Return the rule for parameters that this one does not take; an elementwise one is its own.
+
+    None for a rule of blocks that takes all parameters.
+    """
     if not rule.accepts(Role.VECTOR):
         others = rule.others
         if others is None:
@@ -232,11 +235,11 @@ def choose_rule(
         else:
             chosen = default_rule(model)
     elif isinstance(rule, str) and rule in _RULES:
-        chosen = _named_rule(rule, shortcuts)
+        chosen = _make_named_rule(rule, shortcuts)
     else:
         chosen = _check_rule_object(rule, shortcuts)
     if step is not None and chosen.damping is None:
-        raise _misplaced_option("step", chosen)
+        raise _make_option_error("step", chosen)
     return chosen
 
 
@@ -258,8 +261,8 @@ def _check_rule_object(rule: Any, shortcuts: dict[str, Any]) -> Rule:
     return rule
 
 
-def _named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
-    """Return the rule of this name; raise for shortcuts that it does not have."""
+def _make_named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
+    """Return the rule of this name with its shortcuts; raise for those that it does not have."""
     make = _RULES[name]
     accepted = {"natural": ("likelihood", "damping"), "eigenbasis": ("likelihood",)}
     names = {**accepted, "spectral": ("damping",), "adam": ()}[name]
@@ -267,11 +270,11 @@ def _named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
         if option == "likelihood" and name == "spectral":
             continue
         if option not in names:
-            raise _misplaced_option(option, make())
+            raise _make_option_error(option, make())
     return make(**{n: v for n, v in shortcuts.items() if n in names})
 
 
-def _misplaced_option(option: str, rule: Rule) -> PullbackError:
+def _make_option_error(option: str, rule: Rule) -> PullbackError:
     return PullbackError(
         f"{option}= does not go with {rule!r}",
         "another rule reads it",

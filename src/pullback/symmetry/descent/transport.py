@@ -28,7 +28,7 @@ from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, unpack
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.block import BlockKey, block_shape
-from ...optim.kfac.rules.natural_states import scale_both
+from ...optim.kfac.rules.natural_states import scale_rows_and_columns
 from ...optim.kfac.state import KFACState
 from ..scaling_units import ScalingUnits
 from .sweeps import Follower
@@ -192,7 +192,7 @@ def _rescale_units(
         columns.append(factor.flatten())
     factors = torch.stack(columns, 1)  # of every unit, (U, k)
     for value in (*average.value.values(), *average.mean.values()):
-        scale_both(get_entries(value), 1 / factors)
+        scale_rows_and_columns(get_entries(value), 1 / factors)
     block = state.states.blocks[key]
     block.rule.rescale(block.state, factors, factors)
 
@@ -214,9 +214,9 @@ def _rescale_kronecker(
             continue
         matrix = unpack(value)
         if factor.side == "left":
-            scale_both(matrix, inverse_scales.outputs)
+            scale_rows_and_columns(matrix, inverse_scales.outputs)
         else:
-            scale_both(matrix, inverse_scales.inputs)
+            scale_rows_and_columns(matrix, inverse_scales.inputs)
         if matrix is not value:
             get_entries(value).copy_(PackedMatrix.pack(matrix).entries)
     block = state.states.blocks[key]

@@ -78,9 +78,8 @@ class Estimation:
         reduction = self.reduction or reduction_of(likelihood)
         return replace(self, metric=metric_of(likelihood, metric), reduction=reduction, **changes)
 
-    @property
-    def positions(self) -> Sharing:
-        """How a layer's moments are formed."""
+    def make_sharing(self) -> Sharing:
+        """Return how a layer's moments are formed: over which positions, and up to which size."""
         return Sharing(self.sharing == "reduce", self.batch_dim, self.max_factor)
 
 
@@ -139,12 +138,12 @@ class RuleState:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a state whose tensors are changed."""
+        """Return a state with changed tensors."""
         return replace(self, **{n: change(t) for n, t in self.tensors().items()})
 
     @property
     def form(self) -> tuple[object, ...]:
-        """States of one form can be stacked."""
+        """What states must have in common to be stacked."""
         tensors = self.tensors()
         others = [(n, v) for n, v in vars(self).items() if n not in tensors]
         shapes = [(n, t.shape[1:], t.dtype, t.device) for n, t in tensors.items()]
@@ -213,7 +212,7 @@ class FactorAverages:
         )
 
     def select(self, i: int) -> FactorAverages:
-        """Return the averages of one block."""
+        """Return the averages of one block of matrices; those of units stay whole."""
         mass = self.mass
         if mass.ndim:
             mass = mass[i : i + 1]
@@ -233,6 +232,7 @@ def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
 
 
 def _select_block(gram: Any, i: int) -> Any:
+    """Return one block of factors of matrices; anything else is returned as it is."""
     if isinstance(gram, InputFactor):
         return InputFactor(gram.input_factor[i : i + 1])
     if isinstance(gram, Pair):
@@ -242,17 +242,17 @@ def _select_block(gram: Any, i: int) -> Any:
 
 @dataclass
 class RefreshReport:
-    """Which blocks of a stack could not be refreshed, and what is to be said of others."""
+    """Which blocks of a stack could not be refreshed, and notes on blocks by their index."""
 
     failed: set[int] = field(default_factory=set)
     notes: dict[int, list[str]] = field(default_factory=dict)
 
     def note(self, block: int, text: str) -> None:
-        """Say something of a block."""
+        """Add a note on a block, which `KFACInfo.notes` shows."""
         self.notes.setdefault(block, []).append(text)
 
     def fail(self, block: int, text: str) -> None:
-        """Say that a block keeps its last state."""
+        """Note why a block could not be refreshed; it keeps its last state."""
         self.failed.add(block)
         self.note(block, text)
 
@@ -368,7 +368,7 @@ class Rule(ABC):
         """
 
     def make_state(self, shape: BlockShape) -> RuleState:
-        """Return `init` of a shape; raise where it cannot be stacked with others of its form."""
+        """Return the state that `init` gives; raise where it cannot be stacked with others."""
         state = self.init(shape)
         if not isinstance(state, RuleState):
             why = f"init returned {type(state).__name__}"
@@ -480,7 +480,7 @@ class Rule(ABC):
 
 
 def _is_hashable(value: Any) -> bool:
-    """Return whether a value can tell states of one form from others: no list in a tuple either."""
+    """Return True if a value can be part of a state's form: no list, nor a tuple with one."""
     try:
         hash(value)
     except TypeError:
@@ -503,7 +503,7 @@ class StateCheck:
         self._versions = {name: t._version for name, t in state.tensors().items()}
 
     def refuse_lost_refresh(self, blocks: int) -> None:
-        """Raise where a refresh has changed what is not refreshed, or not for all blocks."""
+        """Raise where a refresh changed a tensor that is not declared, or left blocks out."""
         refreshed = self._state.refreshed_names()
         for name, value in vars(self._state).items():
             if name in refreshed:

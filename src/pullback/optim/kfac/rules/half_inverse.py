@@ -61,7 +61,7 @@ class HalfInverse:
 
 
 def pays_in_half(left: Tensor, right: Tensor) -> bool:
-    """Return True for large factors on a GPU, where products may be those of TF32."""
+    """Return True if float16 is faster: factors are large, on a GPU, and TF32 is allowed."""
     if not left.is_cuda or left.dtype != torch.float32:
         return False
     if torch.backends.cuda.matmul.fp32_precision != "tf32":
@@ -88,7 +88,7 @@ def round_to_half(left: Tensor, right: Tensor) -> HalfInverse:
 
 
 def widen(inverse: HalfInverse) -> tuple[Tensor, Tensor]:
-    """Return inverse factors in float32 whose product is that of R⁻¹ and C⁻¹."""
+    """Return matrices in float32 whose Kronecker product is that of R⁻¹ and C⁻¹."""
     rows = inverse.rows
     left = inverse.left.float() * (inverse.unit[:, None] * rows)[..., None] * rows[:, None]
     return left, inverse.right.float()
@@ -119,6 +119,7 @@ def apply_in_half_with_bias(
 
 
 def _multiply_both(inverse: HalfInverse, weight: Tensor, bias: Tensor | None) -> _HalfProduct:
+    """Return R̂ (DG/m) Ĉ for G = [V b], or for G = V without a bias."""
     columns = weight.shape[2]
     rows = inverse.rows
     peaks = torch.linalg.vector_norm(weight, torch.inf, dim=2)
@@ -138,7 +139,7 @@ def _multiply_both(inverse: HalfInverse, weight: Tensor, bias: Tensor | None) ->
 
 
 def _multiply(x: Tensor, y: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Return XY of float16 matrices with sums in float32; a CPU has no such product."""
+    """Return XY of float16 matrices, summed in float32, in `dtype`; on a CPU in float32."""
     if not x.is_cuda:
         return x.float() @ y.float()
     if dtype == torch.float16:

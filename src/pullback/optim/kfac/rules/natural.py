@@ -225,7 +225,7 @@ class Natural(Rule):
     def _store_inverses(
         self, inverse: FactorInverses, averages: FactorAverages, state: InverseState
     ) -> RefreshReport:
-        """Take up the inverses of a stack; where they failed, those of its blocks one by one."""
+        """Store the inverses of a stack; where one failed, invert its blocks one by one."""
         report = RefreshReport()
         left, right = inverse.matrices
         if any(inverse.failed) or self._inverts_on_range(averages):
@@ -236,7 +236,7 @@ class Natural(Rule):
     def _invert_one_by_one(
         self, averages: FactorAverages, report: RefreshReport
     ) -> tuple[Tensor, Tensor]:
-        """Return the inverses of all blocks, each with the damping that it takes."""
+        """Return the inverses of all blocks, each with as much damping as it needs."""
         lefts: list[Tensor] = []
         rights: list[Tensor] = []
         for block in range(len(averages.pair.output_factor)):
@@ -275,7 +275,10 @@ class Natural(Rule):
     def _invert_one(
         self, averages: FactorAverages, block: int, report: RefreshReport
     ) -> list[Tensor]:
-        """Return the inverses of one block's factors, with more damping where it takes more."""
+        """Return the inverses of one block's factors, with more damping where they fail.
+
+        The report notes it under the number `block`.
+        """
         (inverse,) = self._invert([averages])
         attempts = 1
         if averages.damping:
@@ -311,13 +314,14 @@ class Natural(Rule):
             return report
         values = rows[..., None] * columns[:, None]
         if state.spectrum is not None and state.mass is not None and not averages.is_first:
-            turns = _overlap(left, state.left), _overlap(right, state.right)
-            state.spectrum = EigenBlock(*turns, state.spectrum).diagonal()
+            row_rotation = _compute_overlap(left, state.left)
+            column_rotation = _compute_overlap(right, state.right)
+            state.spectrum = EigenBlock(row_rotation, column_rotation, state.spectrum).diagonal()
             has_spectrum = (state.mass > 0)[:, None, None]
             values = torch.where(has_spectrum, _remove_bias(state.spectrum, state.mass), values)
         state.left = left
         state.right = right
-        state.scale = _reciprocal(values, averages.damping)
+        state.scale = _invert_values(values, averages.damping)
         return report
 
     def measured_bases(self, state: RuleState) -> tuple[Tensor | None, Tensor | None] | None:
@@ -331,13 +335,14 @@ class Natural(Rule):
         assert state.mass is not None
         state.spectrum.lerp_(spectrum, 1 - self.estimation.ema)
         state.mass.lerp_(torch.ones_like(state.mass), 1 - self.estimation.ema)
-        state.scale.copy_(_reciprocal(_remove_bias(state.spectrum, state.mass), damping))
+        state.scale.copy_(_invert_values(_remove_bias(state.spectrum, state.mass), damping))
 
     # --- gains, shifts and single entries ---------------------------------------------------------
 
     def _refresh_units(self, averages: FactorAverages, state: UnitState) -> RefreshReport:
+        """Invert the damped matrices of all units, and note a rank that is not full."""
         report = RefreshReport()
-        damped, shift = self._damped_units(averages)
+        damped, shift = self._damp_units(averages)
         state.inverse = damped.inverse(shift)
         if self.damping.needs_reference:
             rank = round(float((damped.matrices * state.inverse).sum()))  # tr M M⁺
@@ -347,7 +352,8 @@ class Natural(Rule):
                 report.note(0, text)
         return report
 
-    def _damped_units(self, averages: FactorAverages) -> tuple[Units, float]:
+    def _damp_units(self, averages: FactorAverages) -> tuple[Units, float]:
+        """Return the units' matrices, and the multiple of the identity still to be added."""
         units = averages.normalize()
         reference = averages.reference
         assert isinstance(units, Units)
@@ -373,7 +379,7 @@ class Natural(Rule):
 
     def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
         if isinstance(state, UnitState):
-            damped, shift = self._damped_units(averages)
+            damped, shift = self._damp_units(averages)
             identity = torch.eye(damped.matrices.shape[-1]).to(damped.matrices)
             return Units(damped.matrices + shift * identity)
         if isinstance(state, EigenState):
@@ -423,7 +429,7 @@ def _add_shift(side: Tensor, by: Tensor) -> Tensor:
     return factor_matrix.add(side, by)
 
 
-def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+def _compute_overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
     """Return NewᵀOld of two bases; None is the identity, of a side that is a diagonal."""
     if new is None or old is None:
         return None
@@ -436,7 +442,7 @@ def _remove_bias(spectrum: Tensor, mass: Tensor) -> Tensor:
     return spectrum / mass.clamp(min=tiny)[:, None, None]
 
 
-def _reciprocal(values: Tensor, damping: float) -> Tensor:
+def _invert_values(values: Tensor, damping: float) -> Tensor:
     """Return 1/(values + λ); without damping on the range only."""
     if damping == 0:
         keep = factor_matrix.is_above_round_off(values.flatten(1)).view_as(values)

@@ -45,7 +45,7 @@ class InverseState(RuleState):
         return HalfInverse(self.left, self.right, self.rows, self.unit)
 
     def store(self, left: Tensor, right: Tensor, *, is_half: bool) -> None:
-        """Take up inverse factors, in float16 if `is_half`."""
+        """Replace the inverse factors by these, in float16 if `is_half`."""
         if is_half:
             half = round_to_half(left, right)
             self.left = half.left
@@ -73,12 +73,12 @@ class InverseState(RuleState):
     def rescale(self, rows: Tensor, columns: Tensor) -> None:
         """Set R⁻¹ ← L R⁻¹L and C⁻¹ ← D C⁻¹D in their own memory, of which stacks hold views."""
         if self.in_half is None:
-            scale_both(self.left, rows)
-            scale_both(self.right, columns)
+            scale_rows_and_columns(self.left, rows)
+            scale_rows_and_columns(self.right, columns)
             return
         left, right = widen(self.in_half)
-        scale_both(left, rows)
-        scale_both(right, columns)
+        scale_rows_and_columns(left, rows)
+        scale_rows_and_columns(right, columns)
         for name, tensor in vars(round_to_half(left, right)).items():
             getattr(self, name).copy_(tensor)
 
@@ -121,11 +121,11 @@ class UnitState(RuleState):
 
     def rescale(self, rows: Tensor, columns: Tensor) -> None:
         """Rescale by the scales of the units' entries, (U, k), which come as rows."""
-        scale_both(self.inverse, rows)
+        scale_rows_and_columns(self.inverse, rows)
 
 
-def scale_both(side: Tensor, by: Tensor) -> None:
-    """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
+def scale_rows_and_columns(side: Tensor, by: Tensor) -> None:
+    """Set s_ij ← f_i s_ij f_j in place, or s_i ← f_i² s_i for a diagonal; padding stays zero."""
     n = min(by.shape[-1], side.shape[-1])
     by = by[..., :n]
     if side.ndim == by.ndim:
@@ -140,7 +140,7 @@ def round_up_to_aligned(n: int) -> int:
 
 
 def pad_to_aligned(side: Tensor) -> Tensor:
-    """Return a factor filled up with zeros to rows that are read fast."""
+    """Return a factor filled up with zeros to a multiple of 8 rows and columns."""
     more = round_up_to_aligned(side.shape[-1]) - side.shape[-1]
     if more:
         return F.pad(side, (0, more) * (side.ndim - 1))

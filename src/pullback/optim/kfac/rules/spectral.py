@@ -163,7 +163,7 @@ class Spectral(Rule):
         is_coarse = damping >= _THRESHOLDS.coarse_damping
         root, has_converged = inverse_root(averages.pair.input_factor, damping, fine=not is_coarse)
         state.root = root.to(state.root.dtype)
-        for block in _indices(~has_converged):
+        for block in _list_true_indices(~has_converged):
             factor = averages.pair.input_factor[block : block + 1]
             for more_damping in (damping, _THRESHOLDS.damping_growth * damping):
                 root, has_converged = inverse_root(factor, more_damping, fine=True)
@@ -178,12 +178,12 @@ class Spectral(Rule):
         assert isinstance(state, SpectralState)
         step.average(state.momentum, gradient, 1 - self.momentum)
         nesterov = torch.lerp(gradient, state.momentum, self.momentum)
-        squares = _mean_squares(nesterov)
+        squares = _compute_mean_squares(nesterov)
         whitened = nesterov
         if self.whitening:
             whitened = self.whiten(nesterov, squares, state)
         if self.agreement:
-            step.average(state.square, _mean_squares(gradient), 1 - self.adapt)
+            step.average(state.square, _compute_mean_squares(gradient), 1 - self.adapt)
         matrices = zip(
             _separate(whitened, state.split),
             _separate(squares, state.split),
@@ -193,7 +193,7 @@ class Spectral(Rule):
         directions = []
         for matrix, squares_of_rows, mean_squares in matrices:
             size = state.growth * self.find_step_size(squares_of_rows, mean_squares)
-            directions.append(_even_direction(matrix, size, gradient.dtype))
+            directions.append(_make_even_direction(matrix, size, gradient.dtype))
         return _join(directions, gradient.shape)
 
     def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
@@ -230,12 +230,13 @@ class Spectral(Rule):
         return torch.bmm(scale_to_half(momentum, length), state.root)
 
 
-def _mean_squares(x: Tensor) -> Tensor:
+def _compute_mean_squares(x: Tensor) -> Tensor:
     """Return the mean squares of the rows of X, (B, O, 1), in one pass over X."""
     return torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(x.shape[2])
 
 
-def _indices(flags: Tensor) -> list[int]:
+def _list_true_indices(flags: Tensor) -> list[int]:
+    """Return where flags are True."""
     return [i for i, flag in enumerate(flags.tolist()) if flag]
 
 
@@ -265,7 +266,7 @@ def _find_growth(columns: int, role: Role | None) -> float:
     return min(max(sqrt(_THRESHOLDS.reference_width / columns), 1.0), _THRESHOLDS.most_growth)
 
 
-def _even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
+def _make_even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return polar(X) with rows of one length, and entries of this root mean square."""
     polar_factor = polar(whitened)
     lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
