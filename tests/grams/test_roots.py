@@ -12,6 +12,7 @@ from pullback.grams.kronecker.roots import (
     _POLYNOMIALS,
     inverse_root,
     polar,
+    turn_bases,
     turn_basis,
 )
 from tests.pairs import all_pairs
@@ -303,6 +304,27 @@ def test_nothing_to_turn(side: Tensor) -> None:
     side = side.double()
     basis = orthonormal(len(side), side.shape[-1])
     torch.testing.assert_close(turn_basis(side, basis).basis, basis, rtol=0, atol=1e-12)
+
+
+def test_bases_that_turn_together_turn_as_they_do_alone() -> None:
+    sides = [spd(n, 30.0, batch=batch) for n, batch in ((6, 2), (4, 1), (6, 1), (1, 2))]
+    bases = [orthonormal(*side.shape[:2], seed=4) for side in sides]
+    turns = turn_bases([*sides, sides[0]], [*bases, None])
+    assert turns[-1] is None
+    for side, basis, turn in zip(sides, bases, turns, strict=False):
+        alone = turn_basis(side, basis)
+        assert turn is not None
+        torch.testing.assert_close(turn.basis, alone.basis, rtol=0, atol=1e-12)
+        torch.testing.assert_close(turn.rotation, alone.rotation, rtol=0, atol=1e-12)
+
+
+def test_a_factor_that_is_not_finite_spoils_no_other_turn() -> None:
+    side = spd(5, 30.0)
+    side[0, 1, 2] = torch.nan
+    basis = orthonormal(2, 5, seed=4)
+    turned = turn_basis(side, basis).basis
+    assert not torch.isfinite(turned[0]).all()
+    torch.testing.assert_close(turned[1:], turn_basis(side[1:], basis[1:]).basis)
 
 
 def test_the_scale_of_a_side_does_not_matter_to_its_basis() -> None:

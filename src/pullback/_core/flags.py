@@ -22,7 +22,7 @@ def are_finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
         nonempty = [tensors[0].new_zeros(1)]
     if squares:
         promoted = [t.float() if t.dtype == torch.float16 else t for t in nonempty]
-        return torch.isfinite(_largest_norm(promoted, 2).square())
+        return _largest_norm(promoted, 2).square() < inf
     if all(t.device.type == "cpu" for t in nonempty):
         flag = torch.isfinite(_largest_norm(nonempty, 2))
         if bool(flag):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import factor_matrix
-from .blocks import from_bases, to_bases
 
 #: Odd polynomials ax + bx³ + cx⁵ that bring [10⁻³, 1] to 1 ± 0.13, one after the other. Each is the
 #: best uniform approximation of 1 on the interval that the last one left, with 1 % of room above.
@@ -49,6 +49,9 @@ class Thresholds:
     #: applied. For sides m ≤ n it takes 8m²n + 28m³ operations instead of 20m²n + 10m³. Three in
     #: a row are as many as float16 bears: smallest singular values would be lost in T's round-off.
     long_side: float = 1.5
+    #: rows of bases that are turned together with others: operations on larger ones take longer
+    #: than their launch
+    joint_turn: int = 128
 
 
 _THRESHOLDS = Thresholds()
@@ -223,14 +226,17 @@ def turn_basis(factor: Tensor, basis: Tensor) -> BasisTurn:
     round-off of the largest: eigenvalues that are alike but for it do not turn. On a CPU Q is the
     Cayley transform of K; on a GPU E + EK is orthonormalized by products.
     """
+    if factor.shape[-1] == 1:
+        return BasisTurn(basis, torch.ones_like(basis))
     tiny = torch.finfo(factor.dtype).tiny
     largest = factor_matrix.diagonal(factor).amax(-1).clamp(min=tiny)
     s = _fine_product(basis.mT, _fine_product(factor / largest[:, None, None], basis))
     values = factor_matrix.diagonal(s)
     gap = values[..., None, :] - values[..., None]
     noise = _THRESHOLDS.noise * torch.finfo(factor.dtype).eps
-    k = s * gap / (gap.square() + 4 * s.square() + noise**2)
-    k = (k - k.mT) / 2
+    denominator = gap.square().addcmul_(s, s, value=4).add_(noise**2)
+    k = s.mul_(gap).div_(denominator)
+    k = (k - k.mT).div_(2)
     angle = _THRESHOLDS.angle
     k *= (angle / _estimate_norm(k).clamp(min=angle))[:, None, None]
     if not _prefers_products(k):
@@ -246,25 +252,57 @@ def turn_basis(factor: Tensor, basis: Tensor) -> BasisTurn:
     return BasisTurn(new_basis, product(basis.mT, new_basis))
 
 
+def turn_bases(factors: Sequence[Tensor], bases: Sequence[Tensor | None]) -> list[BasisTurn | None]:
+    """Return `turn_basis` of several factors; small bases of one size are turned at once.
+
+    Bases may be in half precision, and None for a diagonal factor, which has no turn.
+    """
+    dense = {i: basis for i, basis in enumerate(bases) if basis is not None}
+    groups: dict[Any, list[int]] = {}
+    for i, basis in dense.items():
+        form: Any = i
+        if basis.shape[-1] <= _THRESHOLDS.joint_turn:
+            form = (basis.shape[-1], basis.dtype, basis.device)
+        groups.setdefault(form, []).append(i)
+    turns: list[BasisTurn | None] = [None] * len(bases)
+    for indices in groups.values():
+        factor = torch.cat([factors[i] for i in indices])
+        basis = torch.cat([dense[i] for i in indices])
+        turn = turn_basis(factor, basis.to(factor.dtype))
+        counts = [len(factors[i]) for i in indices]
+        new_bases = turn.basis.to(basis.dtype).split(counts)
+        for i, new_basis, rotation in zip(
+            indices, new_bases, turn.rotation.split(counts), strict=True
+        ):
+            turns[i] = BasisTurn(new_basis, rotation)
+    return turns
+
+
 def _cayley_transform(k: Tensor) -> Tensor:
     """Return (1 − K/2)⁻¹ (1 + K/2), a rotation for antisymmetric K; NaN where K is not finite."""
     half = k / 2
     half.diagonal(dim1=-2, dim2=-1).add_(1)  # 1 + K/2, the transpose of 1 − K/2
-    if not bool(torch.isfinite(half).all()):
-        return torch.full_like(k, torch.nan)
-    return torch.linalg.solve(half.mT, half)
+    return torch.linalg.solve_ex(half.mT, half).result  # which, unlike `solve`, does not raise
 
 
 def _estimate_norm(k: Tensor, steps: int = 6) -> Tensor:
-    """Return estimates of the largest singular values, (G,), by power iteration."""
-    v = torch.ones_like(k[..., :1])
-    v[..., ::2, :] = -0.5
-    norm = v
+    """Return estimates of the largest singular values of antisymmetric K, by power iteration."""
+    tiny = torch.finfo(k.dtype).tiny
+    norm = torch.linalg.matrix_norm(k, keepdim=True).clamp(min=tiny)
+    unit = k / norm  # whose largest singular value is at least n^(-½): no iterate underflows
+    v = torch.ones_like(k[:, :1])  # a row: its product with a matrix is faster than a column's
+    v[..., ::2] = -0.5
+    last = v
     for _ in range(steps):
-        v = k.mT @ (k @ v)
-        norm = torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)
-        v = v / norm.clamp(min=torch.finfo(k.dtype).tiny)
-    return norm[:, 0, 0].sqrt()
+        last = v
+        v = torch.bmm(torch.bmm(last, unit), unit)  # −v UᵀU
+    growth = _length(v) / _length(last).clamp(min=tiny)
+    return (norm * growth.sqrt())[:, 0, 0]
+
+
+def _length(v: Tensor) -> Tensor:
+    """Return the lengths of vectors (G, 1, n), as (G, 1, 1)."""
+    return torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
@@ -305,31 +343,26 @@ def rotate(
     right: Tensor | None,
     *,
     back: bool = False,
-    factors: Tensor | None = None,
 ) -> Tensor:
-    """Return UᵀXW, or U X Wᵀ with `back`, times `factors`, one for each matrix, (B, 1, 1).
+    """Return UᵀXW, or back U X Wᵀ, for matrices X (B, m, n).
 
     On a GPU products keep 11 bits of each entry.
     """
     dtype = half_precision(x)
-    if left is not None:
-        left = left.to(dtype)
-    if right is not None:
-        right = right.to(dtype)
     scale: Tensor | None = None
     y = x
     if dtype != x.dtype and (left is not None or right is not None):
         norm = torch.linalg.matrix_norm(x, keepdim=True)
         scale = norm / _HALF_NORM
         y = scale_to_half(x, norm)
-    if back:
-        y = from_bases(left, y, right).to(x.dtype)
-    else:
-        y = to_bases(left, y, right).to(x.dtype)
+    if left is not None:
+        left = left.to(dtype)
+        y = torch.bmm(left if back else left.mT, y)
+    if right is not None:
+        right = right.to(dtype)
+        y = torch.bmm(y, right.mT if back else right)
     if scale is not None:
-        y = y * scale
-    if factors is not None:
-        y = y * factors
+        y = y.to(x.dtype) * scale
     return y
 
 

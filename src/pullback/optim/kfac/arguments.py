@@ -126,6 +126,8 @@ def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 def _as_number(value: Any) -> Any:
     """Return a number of numpy's or torch's as one of Python's, and 0 for one on a GPU."""
+    if value is None or isinstance(value, (float, tuple)):
+        return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
     is_foreign = isinstance(value, Real) and not isinstance(value, bool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import prod
@@ -30,6 +30,9 @@ class Limits:
 
     #: entries of a parameter that is concatenated with others: larger ones are not worth a copy
     concatenated: int = 2**16
+    #: entries of a stack that shares operations with others: those on more take longer than their
+    #: launch, and their results would all be in memory at once
+    sharing: int = 2**16
 
 
 _LIMITS = Limits()
@@ -95,8 +98,9 @@ class BlockStates:
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, Block] = {}
-        #: states of one form in one piece of memory; none unless `is_stacked`
-        self._stacks: list[Stack] = []
+        #: states of one form in one piece of memory, those together of which a rule finds the
+        #: directions at once; none unless `is_stacked`
+        self._batches: list[list[Stack]] = []
         #: where a rule asks for one
         self._graph: DirectionGraph | None = None
         self.is_stacked = False
@@ -106,7 +110,7 @@ class BlockStates:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stacks: in a pickle states are no views of them."""
-        forgotten = {"_stacks": [], "is_stacked": False, "_ready": None, "_entry_names": None}
+        forgotten = {"_batches": [], "is_stacked": False, "_ready": None, "_entry_names": None}
         return {**vars(self), **forgotten, "_graph": None}
 
     @property
@@ -159,7 +163,7 @@ class BlockStates:
 
     def restack(self) -> None:
         """Build stacks again when they are next needed: blocks or their states have changed."""
-        self._stacks = []
+        self._batches = []
         self._graph = None
         self.is_stacked = False
         self._ready = None
@@ -296,9 +300,10 @@ class BlockStates:
                 continue
             common = (id(block.rule), group_numbers[key.names[0]], block.born)
             groups.setdefault((*common, *_stack_form(block, templates)), []).append(block)
-        self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
-        if any(stack.rule.cuda_graph for stack in self._stacks):
-            self._graph = DirectionGraph(self._stacks)
+        stacks = [Stack(blocks, templates) for blocks in groups.values()]
+        self._batches = _batch_stacks(stacks, group_numbers)
+        if any(stack.rule.cuda_graph for stack in stacks):
+            self._graph = DirectionGraph(stacks)
         self.is_stacked = True
 
     def directions(
@@ -318,15 +323,18 @@ class BlockStates:
         if self._graph is not None:
             directions = self._graph.directions(gradients, is_void)
         stacked = [*directions.values()]
-        for stack in self._stacks:
-            is_replayed = not directions.keys().isdisjoint(stack.names)
-            if is_replayed or gradients.keys().isdisjoint(stack.names):
+        replayed = {*directions}
+        for batch in self._batches:
+            stacks = [s for s in batch if s.has_gradient(gradients) and s.is_disjoint(replayed)]
+            if not stacks:
                 continue
-            options = groups[group_numbers[stack.names[0]]]
-            context = StepContext(step + 1 - stack.born, options, is_void)
-            pieces = stack.direction(gradients, context)
-            directions |= stack.split(pieces)
-            stacked += pieces
+            options = groups[group_numbers[stacks[0].names[0]]]
+            context = StepContext(step + 1 - stacks[0].born, options, is_void)
+            for stack, pieces in zip(
+                stacks, find_directions(stacks, gradients, context), strict=True
+            ):
+                directions |= stack.split(pieces)
+                stacked += pieces
         return directions, stacked
 
 
@@ -342,6 +350,44 @@ def _stack_form(block: Block, templates: Tensors) -> tuple[Any, ...]:
         shapes = tuple(templates[name].shape for name in key.names)
         return (block.state.form, key.bias, key.is_transposed, shapes, shape.size)
     return (block.state.form, key.kind, len(key.names))
+
+
+def _batch_stacks(stacks: Sequence[Stack], group_numbers: Mapping[str, int]) -> list[list[Stack]]:
+    """Return stacks of which a rule finds the directions at once: small ones of one group."""
+    batches: dict[Any, list[Stack]] = {}
+    for i, stack in enumerate(stacks):
+        form: Any = i
+        if stack.entries <= _LIMITS.sharing and not stack.is_joint:
+            number = group_numbers[stack.names[0]]
+            form = (id(stack.rule), number, stack.born, stack.dtype, stack.device)
+        batches.setdefault(form, []).append(stack)
+    return list(batches.values())
+
+
+def find_directions(
+    stacks: Sequence[Stack], gradients: Tensors, step: StepContext
+) -> list[list[Tensor]]:
+    """Return the directions of each stack as `Stack.direction` does, all of them by one call."""
+    if len(stacks) == 1:
+        return [stacks[0].direction(gradients, step)]
+    rule = stacks[0].rule
+    copies: list[tuple[Tensor, Tensor]] = []
+    for stack in stacks:
+        copies += stack.copy_idle_states(gradients)
+    joined = [stack.join_gradients(gradients) for stack in stacks]
+    directions = rule.directions(joined, [stack.state for stack in stacks], step)
+    for stack in stacks:
+        stack.refuse_lost_direction()
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    for direction, gradient in zip(directions, joined, strict=True):
+        _check_direction(rule, direction, gradient)
+    return [[direction] for direction in directions]
+
+
+def _check_direction(rule: Rule, direction: Any, gradient: Tensor) -> None:
+    if not isinstance(direction, Tensor) or direction.shape != gradient.shape:
+        raise make_direction_error(rule, direction, gradient)
 
 
 def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dict[str, Tensor]:
@@ -398,30 +444,41 @@ class Stack:
         self._templates = templates
         self._key = first.key
         self.dtype = first.shape.dtype
+        self.device = first.shape.device
+        #: whether weights and biases share blocks
+        self.is_joint = first.key.joint
         self.entries = sum(prod(block.shape.size) for block in blocks)
         self._rows, self._columns = first.shape.size[-2:]
         self._axis = int(first.rule.is_elementwise)
-        self._state = join_states([block.state for block in blocks], self._axis)
+        self.state = join_states([block.state for block in blocks], self._axis)
         if len(blocks) > 1:
             self._make_views()
         #: until the first direction is found
-        self._check: StateCheck | None = StateCheck(self.rule, self._state)
+        self._check: StateCheck | None = StateCheck(self.rule, self.state)
 
     def _make_views(self) -> None:
         """Let every block's state be a part of the joined one."""
-        for name, stacked in self._state.tensors().items():
+        for name, stacked in self.state.tensors().items():
             sizes = [block.state.tensors()[name].shape[self._axis] for block in self._blocks]
             views = stacked.split(sizes, self._axis)
             for block, view in zip(self._blocks, views, strict=True):
                 setattr(block.state, name, view)
+
+    def has_gradient(self, gradients: Tensors) -> bool:
+        """Return True if one of the parameters has a gradient."""
+        return not self._name_set.isdisjoint(gradients)
+
+    def is_disjoint(self, names: Collection[str]) -> bool:
+        """Return True if none of the parameters has one of these names."""
+        return self._name_set.isdisjoint(names)
 
     def direction(self, gradients: Tensors, step: StepContext) -> list[Tensor]:
         """Return the stacked directions, of weights and biases that share blocks in two parts.
 
         States of blocks without a gradient stay as they are.
         """
-        before = self._copy_idle_states(gradients)
-        if self._key.joint:
+        before = self.copy_idle_states(gradients)
+        if self.is_joint:
             weight = self._stack_weights(gradients)
             biases = self._list_gradients(1, gradients)
             if len(biases) == 1:
@@ -429,21 +486,24 @@ class Stack:
             else:
                 bias = torch.stack(biases)
             bias = bias.reshape(-1, self._rows)
-            pieces = list(self.rule.direction_with_bias(weight, bias, self._state, step))
+            pieces = list(self.rule.direction_with_bias(weight, bias, self.state, step))
         else:
-            gradient = self._join_gradients(gradients)
-            direction = self.rule.direction(gradient, self._state, step)
-            if not isinstance(direction, Tensor) or direction.shape != gradient.shape:
-                raise make_direction_error(self.rule, direction, gradient)
+            gradient = self.join_gradients(gradients)
+            direction = self.rule.direction(gradient, self.state, step)
+            _check_direction(self.rule, direction, gradient)
             pieces = [direction]
-        if self._check is not None:
-            self._check.refuse_lost_direction()
-            self._check = None
+        self.refuse_lost_direction()
         for tensor, copy in before:
             tensor.copy_(copy)
         return pieces
 
-    def _copy_idle_states(self, gradients: Tensors) -> list[tuple[Tensor, Tensor]]:
+    def refuse_lost_direction(self) -> None:
+        """Raise after the first direction if the rule lost it, as `StateCheck` says."""
+        if self._check is not None:
+            self._check.refuse_lost_direction()
+            self._check = None
+
+    def copy_idle_states(self, gradients: Tensors) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors of states without a gradient, each with a copy."""
         copies: list[tuple[Tensor, Tensor]] = []
         if self._name_set <= gradients.keys():
@@ -466,7 +526,7 @@ class Stack:
             member_gradients.append(gradient)
         return member_gradients
 
-    def _join_gradients(self, gradients: Tensors) -> Tensor:
+    def join_gradients(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
         if self._axis:
             flat = [_flatten(g) for g in self._list_gradients(0, gradients)]
@@ -488,7 +548,7 @@ class Stack:
             weight = weights[0]
         else:
             weight = torch.stack(weights)
-        columns = self._columns - self._key.joint
+        columns = self._columns - self.is_joint
         if self._key.is_transposed:
             return weight.reshape(-1, columns, self._rows).mT.contiguous()
         return weight.reshape(-1, self._rows, columns)
@@ -509,7 +569,7 @@ class Stack:
         if self._key.is_transposed:
             weight = first.mT
         by_name |= self._unbind(weight.contiguous(), 0)
-        if self._key.joint:
+        if self.is_joint:
             by_name |= self._unbind(pieces[1], 1)
         return by_name
 

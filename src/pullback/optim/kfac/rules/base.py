@@ -276,6 +276,10 @@ class StepContext:
         """Set moment ← moment + weight·(new − moment), unless the step is void."""
         lerp_unless(self.is_void, [moment], [new], weight)
 
+    def average_all(self, moments: list[Tensor], news: list[Tensor], weight: float) -> None:
+        """Do `average` for several moments of one dtype and device."""
+        lerp_unless(self.is_void, moments, news, weight)
+
     def add_one(self, counts: Tensor) -> None:
         """Count the step, unless it is void."""
         if self.is_void is None:
@@ -425,6 +429,16 @@ class Rule(ABC):
         """
         direction = self.direction(torch.cat([weight, bias[..., None]], 2), state, step)
         return direction[..., :-1].contiguous(), direction[..., -1]
+
+    def directions(
+        self, gradients: Sequence[Tensor], states: Sequence[RuleState], step: StepContext
+    ) -> list[Tensor]:
+        """Return `direction` of several small stacks of one dtype and device.
+
+        A rule that does with one operation what stacks have in common overrides this.
+        """
+        pairs = zip(gradients, states, strict=True)
+        return [self.direction(gradient, state, step) for gradient, state in pairs]
 
     def refresh_stacks(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ....grams.kronecker.roots import (
+    BasisTurn,
     eigenbasis,
     half_precision,
     rotate,
-    turn_basis,
+    turn_bases,
 )
 from ..arguments import check
 from .adamw import AdamW
@@ -44,6 +47,18 @@ class EigenbasisState(RuleState):
     #: steps in the moments, (B,)
     steps: Tensor
 
+    def follow(self, left: BasisTurn | None, right: BasisTurn | None) -> None:
+        """Take new bases, and turn the first moment with them; None for a diagonal factor."""
+        row_rotation: Tensor | None = None
+        column_rotation: Tensor | None = None
+        if left is not None:
+            self.left = left.basis
+            row_rotation = left.rotation
+        if right is not None:
+            self.right = right.basis
+            column_rotation = right.rotation
+        self.first = rotate(self.first, row_rotation, column_rotation)
+
 
 class Eigenbasis(Rule):
     r"""Adam's step for the coordinates in which K-FAC's factors R and C are diagonal:
@@ -63,7 +78,7 @@ class Eigenbasis(Rule):
 
     Args:
         betas: the weights of the past in m and v. A short memory of the gradient lets two networks
-            train against each other; on small tasks it costs nothing.
+            train against each other, and costs little elsewhere.
         eps: what is added to √v̂.
         head: whether the output layer follows too.
         cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph.
@@ -77,6 +92,7 @@ class Eigenbasis(Rule):
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
     defaults: ClassVar = Defaults(lr=9e-3, statistics_every=10, invert_every=10)
     first_entries: ClassVar = 2**21
+    refreshes_together: ClassVar = True
 
     def __init__(
         self,
@@ -122,33 +138,57 @@ class Eigenbasis(Rule):
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         """Turn the bases after their factors, and the moments with them; the first by `eigh`."""
-        assert isinstance(state, EigenbasisState)
-        pair = averages.pair
-        if averages.is_first:
-            state.left = _find_basis(pair.output_factor, state.left)
-            state.right = _find_basis(pair.input_factor, state.right)
-        else:
-            state.left, row_rotation = _turn(pair.output_factor, state.left)
-            state.right, column_rotation = _turn(pair.input_factor, state.right)
-            state.first = rotate(state.first, row_rotation, column_rotation)
-        report = RefreshReport()
-        for block in _broken_blocks(state.left, state.right):
-            report.fail(block, "its eigenbases were not found")
+        (report,) = self.refresh_stacks([averages], [state])
         return report
 
+    def refresh_stacks(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> Iterator[RefreshReport]:
+        """Refresh all stacks; their bases are turned together."""
+        turns = iter(_turn_all(averages, states))
+        for stack, state in zip(averages, states, strict=True):
+            assert isinstance(state, EigenbasisState)
+            if stack.is_first:
+                state.left = _find_basis(stack.pair.output_factor, state.left)
+                state.right = _find_basis(stack.pair.input_factor, state.right)
+            else:
+                state.follow(next(turns), next(turns))
+            report = RefreshReport()
+            for block in _broken_blocks(state.left, state.right):
+                report.fail(block, "its eigenbases were not found")
+            yield report
+
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
-        assert isinstance(state, EigenbasisState)
+        (direction,) = self.directions([gradient], [state], step)
+        return direction
+
+    def directions(
+        self, gradients: Sequence[Tensor], states: Sequence[RuleState], step: StepContext
+    ) -> list[Tensor]:
+        """Return the directions of stacks; a call on all of them replaces one on each."""
+        stacks = [state for state in states if isinstance(state, EigenbasisState)]
         beta1, beta2 = self.betas
-        g = rotate(gradient, state.left, state.right)
-        step.add_one(state.steps)
-        step.average(state.first, g, 1 - beta1)
-        step.average(state.second, g.square(), 1 - beta2)
-        unbias1 = (1 - beta1**state.steps)[:, None, None]
-        unbias2 = (1 - beta2**state.steps)[:, None, None]
-        noise = _round_off(state) * state.second.mean((1, 2), keepdim=True).sqrt()
-        size = state.second.sqrt().add_(self.eps * unbias2.sqrt() + noise)
-        factors = unbias2.sqrt() / unbias1
-        return rotate(state.first / size, state.left, state.right, back=True, factors=factors)
+        coordinates = [rotate(g, s.left, s.right) for g, s in zip(gradients, stacks, strict=True)]
+        first = [s.first for s in stacks]
+        second = [s.second for s in stacks]
+        for state in stacks:
+            step.add_one(state.steps)
+        step.average_all(first, coordinates, 1 - beta1)
+        step.average_all(second, list(torch._foreach_mul(coordinates, coordinates)), 1 - beta2)
+
+        # one number for each block: blocks of all stacks are side by side
+        steps = torch.cat([s.steps for s in stacks])
+        unbias1 = 1 - beta1**steps
+        root_unbias2 = (1 - beta2**steps).sqrt_()
+        sizes = list(torch._foreach_sqrt(second))
+        offsets = _find_noise(stacks).add_(root_unbias2, alpha=self.eps)
+        torch._foreach_add_(sizes, _split_by_stack(offsets, stacks))
+        ratios = list(torch._foreach_div(first, sizes))
+        torch._foreach_mul_(ratios, _split_by_stack(root_unbias2.div_(unbias1), stacks))
+        return [
+            rotate(ratio, s.left, s.right, back=True)
+            for ratio, s in zip(ratios, stacks, strict=True)
+        ]
 
 
 def _find_basis(factor: Tensor, basis: Tensor | None) -> Tensor | None:
@@ -158,22 +198,40 @@ def _find_basis(factor: Tensor, basis: Tensor | None) -> Tensor | None:
     return eigenbasis(factor).to(basis.dtype)
 
 
-def _turn(factor: Tensor, basis: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the basis E' = EQ that follows a factor, and Q; None for a diagonal one."""
-    if basis is None:
-        return None, None
-    turn = turn_basis(factor, basis.to(factor.dtype))
-    return turn.basis.to(basis.dtype), turn.rotation
+def _turn_all(
+    averages: Sequence[FactorAverages], states: Sequence[RuleState]
+) -> list[BasisTurn | None]:
+    """Return the turns of left and right bases of all stacks that have bases already."""
+    factors: list[Tensor] = []
+    bases: list[Tensor | None] = []
+    for stack, state in zip(averages, states, strict=True):
+        assert isinstance(state, EigenbasisState)
+        if not stack.is_first:
+            factors += [stack.pair.output_factor, stack.pair.input_factor]
+            bases += [state.left, state.right]
+    return turn_bases(factors, bases)
 
 
 def _broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
     """Return the blocks one of whose bases is not finite."""
     bases = [basis for basis in (left, right) if basis is not None]
-    flags = torch.stack([torch.isfinite(basis).flatten(1).all(1) for basis in bases]).all(0)
-    return [block for block, is_finite in enumerate(flags.tolist()) if not is_finite]
+    # entries are at most 1, so that sums are finite if all of them are
+    sums = torch.stack([basis.sum((1, 2), dtype=torch.float32) for basis in bases]).sum(0)
+    return [block for block, total in enumerate(sums.tolist()) if not isfinite(total)]
+
+
+def _find_noise(stacks: Sequence[EigenbasisState]) -> Tensor:
+    """Return the round-off of the coordinates of every block of all stacks."""
+    mean_squares = torch.cat([state.second.mean((1, 2)) for state in stacks])
+    return mean_squares.sqrt_().mul_(max(map(_round_off, stacks)))
+
+
+def _split_by_stack(numbers: Tensor, stacks: Sequence[EigenbasisState]) -> list[Tensor]:
+    """Return numbers of all blocks as those of each stack, (B, 1, 1)."""
+    return list(numbers.view(-1, 1, 1).split([len(state.steps) for state in stacks]))
 
 
 def _round_off(state: EigenbasisState) -> float:
     """Return the round-off of a coordinate over the root mean square of all."""
-    bases = [basis for basis in (state.left, state.right) if basis is not None]
-    return _ROUND_OFF * max((torch.finfo(basis.dtype).eps for basis in bases), default=0.0)
+    dtypes = {basis.dtype for basis in (state.left, state.right) if basis is not None}
+    return _ROUND_OFF * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
