@@ -6,6 +6,7 @@ Without a GPU a "graph" is the captured function itself, run again at each repla
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from pullback.optim.kfac import AdamW, Eigenbasis, Spectral, direction_graph
 from pullback.optim.kfac.direction_graph import DirectionGraph
 
 HAS_CUDA = torch.cuda.is_available()
-RULES = {"spectral": Spectral, "eigenbasis": Eigenbasis}
+#: with a short memory steps along tiny gradients follow their round-off
+RULES = {"spectral": Spectral, "eigenbasis": partial(Eigenbasis, (0.7, 0.99))}
 #: a change of the order of additions on a CPU
 ROUND_OFF = 1e-5
 
@@ -149,7 +151,7 @@ def test_a_graph_gives_the_same_with_an_option_that_changes(
     def run() -> Tensor:
         model = make_network(torch.device("cpu"))
         rule = Spectral(cuda_graph=True)
-        optimizer = pb.KFAC(model, 1e-3, rule=rule)
+        optimizer = pb.KFAC(model, 5e-4, rule=rule)
 
         def change(i: int) -> None:
             if i == 8:

@@ -16,6 +16,8 @@ import pullback as pb
 from pullback.maps.roles import Role
 from pullback.optim.kfac import AdamW as AdamWRule
 from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Spectral
+from pullback.optim.kfac.factors.block import BlockKind
+from pullback.optim.kfac.rules.base import BlockShape, StepContext
 from pullback.steps import QuadraticModel
 from tests.kfac_options import kfac_of
 from tests.pairs import each_once
@@ -218,7 +220,7 @@ class Whitened:
         u = u / u.square().mean(1, keepdim=True).sqrt()
         size = 0.2
         if rule.agreement:
-            growth = 2  # for at most 96 inputs
+            growth = 3  # for at most 42 inputs
             size = 0.75 * growth * (ahead.square().mean() / self.square).sqrt()
         u = size * u
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
@@ -281,7 +283,7 @@ def test_without_whitening_statistics_are_rare_and_long_sides_follow_the_rule() 
 @pytest.mark.parametrize(
     ("layer", "growth"),
     [
-        (nn.Linear(8, 4), 2),
+        (nn.Linear(8, 4), 3),
         (nn.Linear(96, 4), 2),
         (nn.Linear(216, 4), 4 / 3),
         (nn.Linear(384, 4), 1),
@@ -895,3 +897,28 @@ def test_filters_of_single_channels_follow_adam(rule: str) -> None:
             assert_close(filters, twin, 1e-10)
         rows = {r.name: r for r in opt.coverage()}
         assert (rows["0.weight"].rule, rows["2.weight"].rule) == ("adam", rule)
+
+
+def test_stacks_have_the_directions_together_that_they_have_alone() -> None:
+    """Blocks of several shapes, some of which have taken more steps than others."""
+    rule = Eigenbasis()
+    sizes = [(2, 4, 3), (1, 3, 3), (1, 1, 4)]
+    draws = torch.Generator().manual_seed(0)
+    states = []
+    gradients = []
+    for blocks, rows, columns in sizes:
+        shape = BlockShape(
+            BlockKind.KRONECKER, (blocks, rows, columns), True, True, DOUBLE, torch.device("cpu")
+        )
+        state = rule.init(shape)
+        state.left.copy_(torch.linalg.qr(torch.randn(state.left.shape, generator=draws))[0])
+        state.right.copy_(torch.linalg.qr(torch.randn(state.right.shape, generator=draws))[0])
+        state.steps.copy_(torch.arange(blocks))
+        states.append(state)
+        gradients.append(torch.randn(blocks, rows, columns, dtype=DOUBLE, generator=draws))
+    context = StepContext(1, {})
+    copies = copy.deepcopy(states)
+    together = rule.directions(gradients, states, context)
+    for i, direction in enumerate(together):
+        torch.testing.assert_close(direction, rule.direction(gradients[i], copies[i], context))
+        torch.testing.assert_close(states[i].first, copies[i].first)

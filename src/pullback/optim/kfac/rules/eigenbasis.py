@@ -96,7 +96,7 @@ class Eigenbasis(Rule):
 
     def __init__(
         self,
-        betas: tuple[float, float] = (0.7, 0.99),
+        betas: tuple[float, float] = (0.5, 0.99),
         eps: float = 1e-8,
         *,
         head: bool = True,
