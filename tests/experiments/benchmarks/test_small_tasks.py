@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from pullback_experiments.benchmarks import small_tasks
 from pullback_experiments.benchmarks.small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
 from pullback_experiments.benchmarks.small_tasks import (
     METHODS,
@@ -32,7 +33,7 @@ def test_ten_tasks_to_choose_by_and_five_aside() -> None:
     ("name", "method"),
     [
         *[("tabular", method) for method in METHODS],
-        ("adversarial", "kfac-short"),
+        ("adversarial", "kfac"),
         ("forecast", "kfac"),
     ],
 )
@@ -50,13 +51,24 @@ def test_structured_outputs_and_batch_norms(monkeypatch: pytest.MonkeyPatch) -> 
         assert run(name, 0, "kfac", 1.0).loss < 50
 
 
-def test_kfac_alone_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kfac_and_what_depends_on_its_time_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _shorten(monkeypatch, "tabular", 6)
+    monkeypatch.setattr(small_tasks, "measure_step_ratio", lambda name: 2.0)
+    monkeypatch.setattr(small_tasks, "ADAM_RATES", (0.001,))
     adam = {"loss": 0.5, "step_seconds": 1e-3}
     row = {"task": "tabular", "seed": 0, "runs": {"adam 0.001": adam, "kfac 4": adam}}
     runs = run_job(Job("tabular", 0, False, row))["runs"]
-    assert runs.keys() == {"adam 0.001", "kfac 0.5", "kfac 1", "kfac 2"}
+    assert runs.keys() == {"adam 0.001", "adam-longer 0.001", "kfac 0.5", "kfac 1", "kfac 2"}
     assert runs["adam 0.001"] == adam
+    row["step over Adam's"] = 3.0
+    kept = run_job(Job("tabular", 0, False, row, has_same_time=True))
+    assert kept["step over Adam's"] == 3.0
+    assert "adam-longer 0.001" not in kept["runs"]
+
+
+def test_times_of_steps_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _shorten(monkeypatch, "tabular", 6)
+    assert small_tasks.measure_step_ratio("tabular", rounds=1, steps=2) > 0
 
 
 def test_the_best_rate_and_whether_it_is_at_the_edge() -> None:

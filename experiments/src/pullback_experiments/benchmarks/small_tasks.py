@@ -5,8 +5,12 @@
 Rates are constant. Every method has a grid of rates that are multiples of one number; "tuned" is
 the rate with the least median of held-out losses over the seeds, and a best rate at the edge of
 its grid is marked. Adam runs for as many steps as K-FAC, and again for the CPU time of the default
-run. Five of the tasks are kept aside (`--tasks aside`): nothing is chosen by them. `--again` runs
-K-FAC alone, and keeps from the file the runs of all others and the time of a step.
+run. That time is measured with Adam's and K-FAC's steps in turn in one process. Five of the tasks
+are kept aside (`--tasks aside`): nothing is chosen by them.
+
+`--again` runs K-FAC and what depends on its time, and keeps from the file the runs of Adam and Muon
+for equal steps, and all of the tasks and seeds that are not chosen. `--again --same-time`, after a
+change that leaves the time of a step as it is, keeps that and Adam's longer runs too.
 
 `--variants` also runs other schedules and memories of K-FAC. `rank_settings` compares them with the
 default on the open tasks, by loss and by time.
@@ -93,14 +97,6 @@ def make_kfac(multiple: float, model: nn.Module, **options: Any) -> list[Optimiz
     return [optimizer]
 
 
-def make_kfac_short(multiple: float, model: nn.Module) -> list[Optimizer]:
-    """Return K-FAC with short memories, `betas=(0.5, 0.99)`, as adversarial training asks for."""
-    rule = pb.KFAC(model).rule
-    if isinstance(rule, pb.optim.kfac.Eigenbasis):
-        return make_kfac(multiple, model, rule=pb.optim.kfac.Eigenbasis((0.5, 0.99)))
-    return make_kfac(multiple, model, rule=pb.optim.kfac.Spectral(0.5, head=rule.takes_head))
-
-
 def make_kfac_long(multiple: float, model: nn.Module) -> list[Optimizer]:
     """Return K-FAC with memories of (0.9, 0.99), both as long as Adam's or longer."""
     rule = pb.KFAC(model).rule
@@ -147,7 +143,6 @@ METHODS: dict[str, Callable[[float, nn.Module], list[Optimizer]]] = {
     "adam": make_adam,
     "muon": make_muon,
     "kfac": make_kfac,
-    "kfac-short": make_kfac_short,
     "kfac-long": make_kfac_long,
     "kfac-often": make_kfac_often,
     "kfac-seldom": make_kfac_seldom,
@@ -155,29 +150,48 @@ METHODS: dict[str, Callable[[float, nn.Module], list[Optimizer]]] = {
 }
 #: other settings of K-FAC, tried where `--variants` asks for them
 VARIANTS = ("kfac-long", "kfac-often", "kfac-seldom", "kfac-warm")
-#: the setting for adversarial training, always tried there
-SHORT_MEMORY = "kfac-short"
 VARIANT_MULTIPLES = (1.0, 2.0)
+
+
+@dataclass
+class Training:
+    """A task with its optimizers, and the random numbers that draw its batches."""
+
+    task: Task
+    optimizers: Sequence[Optimizer]
+    draws: torch.Generator
+
+    def take_steps(self, steps: int) -> float:
+        """Train, and return the CPU time in seconds, without that of drawing the batches."""
+        seconds = 0.0
+        for _ in range(steps):
+            rows = torch.randperm(self.task.samples, generator=self.draws)[: self.task.batch]
+            begin = time.process_time()
+            self.task.train(self.optimizers, rows)
+            seconds += time.process_time() - begin
+        return seconds
+
+
+def _start_training(name: str, method: str, rate: float, seed: int = 0) -> Training:
+    torch.manual_seed(seed)
+    task = TASKS[name]()
+    optimizers = [Together(METHODS[method](rate, model)) for model in task.models]
+    return Training(task, optimizers, torch.Generator().manual_seed(seed))
 
 
 def run(name: str, seed: int, method: str, rate: float, longer: float = 1.0) -> Outcome:
     """Train a task by one method at one rate; `longer` multiplies the steps."""
-    torch.manual_seed(seed)
-    task = TASKS[name]()
-    optimizers = [Together(METHODS[method](rate, model)) for model in task.models]
-    steps = max(1, round(task.steps * longer))
+    training = _start_training(name, method, rate, seed)
+    steps = max(1, round(training.task.steps * longer))
     looks = _choose_evaluations(steps)
-    draws = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     seconds = 0.0
     for step in range(steps):
-        rows = torch.randperm(task.samples, generator=draws)[: task.batch]
-        begin = time.process_time()
-        task.train(optimizers, rows)
+        step_seconds = training.take_steps(1)
         if step:  # the first step prepares
-            seconds += time.process_time() - begin
+            seconds += step_seconds
         if step in looks:
-            losses.append(_judge(task))
+            losses.append(_judge(training.task))
     return Outcome(statistics.median(losses), seconds / max(1, steps - 1))
 
 
@@ -201,8 +215,10 @@ class Job:
     task: str
     seed: int
     has_variants: bool
-    #: an earlier row, whose runs of all methods but K-FAC are kept
+    #: an earlier row, whose runs of Adam and Muon for equal steps are kept
     earlier_row: dict[str, Any] | None = None
+    #: whether the time of a step and what depends on it are kept too
+    has_same_time: bool = False
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -211,38 +227,47 @@ def run_job(job: Job) -> dict[str, Any]:
     seed = job.seed
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if job.earlier_row is not None:
-        return _run_kfac_again(job, job.earlier_row)
-    grids = {"adam": ADAM_RATES, "muon": MUON_RATES, "kfac": MULTIPLES}
-    grids |= dict.fromkeys(_variants_of(job), VARIANT_MULTIPLES)
+    grids: dict[str, tuple[float, ...]] = {"kfac": MULTIPLES}
+    if job.earlier_row is None:
+        grids |= {"adam": ADAM_RATES, "muon": MUON_RATES}
+    if job.has_variants:
+        grids |= dict.fromkeys(VARIANTS, VARIANT_MULTIPLES)
     outcomes: dict[str, Outcome] = {}
     for method, rates in grids.items():
         for rate in rates:
             outcomes[f"{method} {rate:g}"] = run(name, seed, method, rate)
-    adam_seconds = statistics.median(outcomes[f"adam {r:g}"].step_seconds for r in ADAM_RATES)
-    kfac_seconds = statistics.median(outcomes[f"kfac {m:g}"].step_seconds for m in MULTIPLES)
-    ratio = kfac_seconds / adam_seconds
-    for rate in ADAM_RATES:
-        outcomes[f"adam-longer {rate:g}"] = run(name, seed, "adam", rate, ratio)
-    runs = {key: asdict(outcome) for key, outcome in outcomes.items()}
+    if job.earlier_row is not None and job.has_same_time:
+        ratio = job.earlier_row["step over Adam's"]
+    else:
+        ratio = measure_step_ratio(name)
+        for rate in ADAM_RATES:
+            outcomes[f"adam-longer {rate:g}"] = run(name, seed, "adam", rate, ratio)
+    runs = _list_kept_runs(job) | {key: asdict(outcome) for key, outcome in outcomes.items()}
     return {"task": name, "seed": seed, "step over Adam's": ratio, "runs": runs}
 
 
-def _run_kfac_again(job: Job, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with new runs of K-FAC in place of its old ones."""
-    runs = {key: outcome for key, outcome in row["runs"].items() if not key.startswith("kfac")}
-    for multiple in MULTIPLES:
-        runs[f"kfac {multiple:g}"] = asdict(run(job.task, job.seed, "kfac", multiple))
-    return row | {"runs": runs}
+def _list_kept_runs(job: Job) -> dict[str, Any]:
+    """Return the runs of the earlier row that are not done again."""
+    if job.earlier_row is None:
+        return {}
+    methods = ["adam", "muon"]
+    if job.has_same_time:
+        methods.append("adam-longer")
+    return {k: run for k, run in job.earlier_row["runs"].items() if k.split()[0] in methods}
 
 
-def _variants_of(job: Job) -> list[str]:
-    variants: list[str] = []
-    if job.has_variants:
-        variants += VARIANTS
-    if job.task == "adversarial":
-        variants.append(SHORT_MEMORY)
-    return variants
+def measure_step_ratio(name: str, rounds: int = 8, steps: int = 20) -> float:
+    """Return the CPU time of a default step of K-FAC over one of Adam's, forward pass included.
+
+    Adam and K-FAC train in turn, some steps each, so that both have the same share of the machine.
+    The first round prepares, and does not count.
+    """
+    trainings = [_start_training(name, "adam", 1e-3), _start_training(name, "kfac", 1.0)]
+    ratios: list[float] = []
+    for _ in range(rounds + 1):
+        adam_seconds, kfac_seconds = [training.take_steps(steps) for training in trainings]
+        ratios.append(kfac_seconds / adam_seconds)
+    return statistics.median(ratios[1:])
 
 
 @dataclass(frozen=True)
@@ -280,8 +305,9 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "adam, equal time": ("adam-longer", ADAM_RATES),
             "muon, tuned": ("muon", MUON_RATES),
         }
-        for variant in (*VARIANTS, SHORT_MEMORY):
-            if f"{variant} {VARIANT_MULTIPLES[0]:g}" in seeds[0]["runs"]:
+        for variant in VARIANTS:
+            key = f"{variant} {VARIANT_MULTIPLES[0]:g}"
+            if all(key in seed["runs"] for seed in seeds):
                 contests[variant] = (variant, VARIANT_MULTIPLES)
         for label, (method, rates) in contests.items():
             entries[label] = asdict(find_best(seeds, method, rates))
@@ -350,7 +376,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--seeds", default=3, type=int)
     parser.add_argument("--parallel", default=1, type=int, help="processes, one core each")
     parser.add_argument("--variants", action="store_true", help="also other settings of K-FAC")
-    parser.add_argument("--again", action="store_true", help="run K-FAC alone, keep other runs")
+    parser.add_argument(
+        "--again", action="store_true", help="keep the runs of others for equal steps"
+    )
+    parser.add_argument("--same-time", action="store_true", help="with --again: K-FAC's runs alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "small-tasks-cpu.json")
     options = parser.parse_args(arguments)
     sets = {"open": OPEN_TASKS, "aside": ASIDE_TASKS, "all": TASKS}
@@ -365,8 +394,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     jobs: list[Job] = []
     for seed in range(options.seeds):
         for name in names:
-            jobs.append(Job(name, seed, options.variants, earlier_rows.get((name, seed))))
-    rows: list[dict[str, Any]] = []
+            earlier_row = earlier_rows.get((name, seed))
+            jobs.append(Job(name, seed, options.variants, earlier_row, options.same_time))
+    chosen_rows = {(job.task, job.seed) for job in jobs}
+    rows = [row for key, row in earlier_rows.items() if key not in chosen_rows]
     about = {"environment": describe_machine(torch.device("cpu")), "parallel": options.parallel}
     with ProcessPoolExecutor(options.parallel, get_context("spawn")) as pool:
         for future in as_completed([pool.submit(run_job, job) for job in jobs]):
