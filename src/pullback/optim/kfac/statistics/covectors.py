@@ -414,7 +414,7 @@ class Descent:
         separated = self._list_separated(separates_samples)
         return (
             tuple([e.site.mark for e in record.entries]),
-            tuple([(c.path, c.note) for c in record.compounds]),
+            tuple([(c.path, c.omission) for c in record.compounds]),
             tuple(self.forward.leaves),
             tuple(self.unrelated.items()),
             record.node_count,
