@@ -61,10 +61,10 @@ class Paper(Processes):
         return Pending(lambda: None)
 
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
-        self._send(what, t.nbytes, lambda: None)
+        self._make_counted_call(what, t.nbytes, lambda: None)
 
     def _all_gather(self, t: Tensor, what: str) -> Tensor:
-        self._send(what, (self.size - 1) * t.nbytes, lambda: None)
+        self._make_counted_call(what, (self.size - 1) * t.nbytes, lambda: None)
         return t.new_empty(self.size * t.numel())
 
 
