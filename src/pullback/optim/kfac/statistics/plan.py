@@ -56,7 +56,9 @@ def find_conflicting_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
     """
     forms: dict[str, set[tuple[int, int, int] | str]] = {}
     for use in uses:
-        form = use.form if use.curvature == "kronecker" else use.curvature
+        form: tuple[int, int, int] | str = use.curvature  # gains, say, are no matrices
+        if use.curvature == "kronecker":
+            form = use.form
         if use.weight is not None:
             forms.setdefault(use.weight, set()).add(form)
     return {name: _SEVERAL_SHAPES for name, shapes in forms.items() if len(shapes) > 1}
@@ -84,7 +86,9 @@ class BlockPlan:
         self.reasons = {**remarks, **{n: why for n, why in self.diagonals.items() if why}}
         # a weight that is used as it is too has the coordinates of that use
         self._untransposed = {use.weight for use in uses if not use.is_transposed}
-        self._partners = self._find_partners(uses) if is_joint else {}
+        self._partners: dict[str | None, set[str | None]] = {}
+        if is_joint:
+            self._partners = self._find_partners(uses)
         self._blocks: dict[str, BlockKey] = {}
         for use in uses:
             for key in self._make_blocks(use):
@@ -97,14 +101,20 @@ class BlockPlan:
         """Return for weights and biases what they are used with; None where they cannot join."""
         partners: dict[str | None, set[str | None]] = {}
         for use in uses:
-            can_join = use.can_join and not (use.is_transposed and use.weight in self._untransposed)
-            for name, partner in ((use.weight, use.bias), (use.bias, use.weight)):
-                partners.setdefault(name, set()).add(partner if can_join else None)
+            weight_partner = use.bias
+            bias_partner = use.weight
+            if not use.can_join or (use.is_transposed and use.weight in self._untransposed):
+                weight_partner = None
+                bias_partner = None
+            partners.setdefault(use.weight, set()).add(weight_partner)
+            partners.setdefault(use.bias, set()).add(bias_partner)
         return partners
 
     def _make_blocks(self, use: LayerUse) -> list[BlockKey]:
         """Return one block for weight and bias if they are used together alone, else one each."""
-        kind = BlockKind.UNITS if use.curvature == "units" else BlockKind.KRONECKER
+        kind = BlockKind.KRONECKER
+        if use.curvature == "units":
+            kind = BlockKind.UNITS
         is_transposed = use.is_transposed and use.weight not in self._untransposed
         names = [n for n in (use.weight, use.bias) if n is not None and n not in self.diagonals]
         has_both = len(names) == 2
