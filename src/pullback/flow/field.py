@@ -19,7 +19,7 @@ from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient
-from ..optim.checks import refuse_metric
+from ..optim.checks import refuse_metric_of_objective
 from ..optim.closure import loss_of
 from ..optim.outputs import as_outputs
 from ..solvers import Solution
@@ -245,7 +245,7 @@ class ObjectiveField(VectorField):
         self._residuals = ObjectiveMap(objective, options["reduction"])
         super().__init__(model, self._half_square, is_natural, **options)
         if self._optimizer is not None:
-            refuse_metric(self._optimizer.metric)
+            refuse_metric_of_objective(self._optimizer.metric)
 
     def _half_square(self) -> Tensor:
         return 0.5 * self._residuals(self.params).square().sum()

@@ -55,7 +55,7 @@ class FunctionModule(nn.Module):
         return named
 
     def forward(self) -> Tensor:
-        """z as the metric sees it."""
+        """Return z in the shape that the metric sees, samples first."""
         z = self.phi(self.argument(self.coordinates))
         if not isinstance(z, Tensor) or not z.is_floating_point() or not z.numel():
             raise PullbackError(
@@ -78,7 +78,7 @@ class FunctionModule(nn.Module):
         return z
 
     def restore(self, z: Tensor) -> Tensor:
-        """Back to φ's own shape."""
+        """Return z in φ's own shape."""
         return z.reshape(self.shape)
 
 
@@ -103,7 +103,7 @@ class FunctionField(VectorField):
         self.model = None  # φ has no other inputs
 
     def values(self, flat: Tensor) -> Tensor:
-        """φ(ξ), in its own shape."""
+        """Return φ(ξ), in its own shape."""
         with self.at(flat), torch.no_grad():
             return self._evaluate_phi().clone()  # φ may return ξ itself
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def find_user_stacklevel() -> int:
-    """The `stacklevel` of the first frame outside this package and torch, seen from the caller."""
+    """Return the `stacklevel` that the caller needs for a warning at the user's line.
+
+    It is that of the first frame outside this package and torch.
+    """
     frame = sys._getframe(1)
     level = 1
     while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
@@ -81,7 +85,7 @@ def refuse_parameter(name: str, p: Tensor, *, sharded: bool = False) -> None:
 
 
 def _find_fault(p: Tensor, *, sharded: bool) -> tuple[str, str] | None:
-    """Why a parameter cannot be optimized, and the remedy; None where it can."""
+    """Return why a parameter cannot be optimized, and the remedy; None where it can."""
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
         return "it is lazy: its shape is not known yet", "Run one forward pass first"
     if p.device.type == "meta":
@@ -110,7 +114,7 @@ def refuse_uncallable(closure: object) -> None:
 
 
 def refuse_context(closure: object, objective: object) -> None:
-    """Raise where a step cannot run: nothing to evaluate, or no graph to build."""
+    """Raise unless a step got a closure or an objective, and a graph can be built."""
     refuse_uncallable(closure)
     if (closure is None) == (objective is None):
         raise PullbackError(
@@ -147,8 +151,8 @@ def metric_of(
     return Fisher(likelihood)
 
 
-def refuse_metric(metric: Metric) -> None:
-    """Raise where an objective would silently be measured by another metric than the given."""
+def refuse_metric_of_objective(metric: Metric) -> None:
+    """Raise for a metric that an objective cannot use: it measures residuals by ½‖·‖²."""
     likelihood = metric.likelihood if isinstance(metric, Fisher) else None
     if not isinstance(metric, Euclidean) and not isinstance(likelihood, (Gaussian, MSE)):
         raise PullbackError(
@@ -178,16 +182,27 @@ def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int)
         warnings.warn(message, RuntimeWarning, stacklevel + 1)
 
 
-def warn_growth(watch: list[Any], loss: float, remedy: str, stacklevel: int) -> None:
-    """Warn once of a loss that stays above ten times the first; `watch` is [first loss, count]."""
-    first, count = watch
-    if count == _GROWTH_STEPS:
-        return
-    has_grown = first > 0 and not loss <= 10 * first
-    watch[1] = count + 1 if has_grown else 0
-    if watch[1] == _GROWTH_STEPS:
+@dataclass
+class GrowthWatch:
+    """The first loss of a training, and how many losses in a row were above ten times it."""
+
+    first_loss: float | None = None
+    count: int = 0
+
+    def has_grown(self, loss: float) -> bool:
+        """Count the loss of a step; return True once, when enough in a row were far too large."""
+        if self.first_loss is None:
+            self.first_loss = loss
+        if self.count == _GROWTH_STEPS:
+            return False
+        is_large = self.first_loss > 0 and not loss <= 10 * self.first_loss
+        self.count = self.count + 1 if is_large else 0
+        return self.count == _GROWTH_STEPS
+
+    def warn(self, loss: float, remedy: str, stacklevel: int) -> None:
+        """Warn that the loss stays above ten times the first."""
         warnings.warn(
-            f"The loss was {first:.3g} at first, and above ten times that for the last "
+            f"The loss was {self.first_loss:.3g} at first, and above ten times that for the last "
             f"{_GROWTH_STEPS} steps: it is {loss:.3g}. {remedy}.",
             RuntimeWarning,
             stacklevel=stacklevel + 1,
@@ -207,7 +222,7 @@ def refuse_sparse(name: str, gradient: Tensor | None) -> None:
 def dense_gradients(
     groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """The gradients of the groups' parameters by name, of those that have one.
+    """Return the gradients of the groups' parameters, by name, of those that have one.
 
     Args:
         groups: of an optimizer.
@@ -248,7 +263,7 @@ def own_group(
     *,
     sharded: bool = False,
 ) -> dict[str, Any]:
-    """A copy of a param group with a list of parameters, all of them the model's and usable.
+    """Return a copy of a param group, whose parameters are all usable and the model's.
 
     Args:
         param_group: what the user gave.

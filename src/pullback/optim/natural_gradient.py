@@ -31,15 +31,15 @@ from ..steps.memory import (
     store,
 )
 from .checks import (
+    GrowthWatch,
     find_user_stacklevel,
     metric_of,
     own_group,
     refuse_context,
-    refuse_metric,
+    refuse_metric_of_objective,
     refuse_model,
     refuse_parameter,
     refuse_sharded,
-    warn_growth,
 )
 from .closure import ClosureMemory, ClosureProblem
 from .distributed import DistributedClosureProblem, DistributedObjectiveProblem
@@ -128,18 +128,17 @@ class NaturalGradient(Optimizer):
         self.outputs = as_outputs(output, likelihood)
         self.maximize = maximize
         self._retract = retract
-        self._register()
+        self._set_caches()
         self._schedule = self._first_schedule()
         if params is None:
-            params = _trainable(model)
+            params = _list_trainable(model)
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
         self._synchronize_processes()
 
-    def _register(self) -> None:
-        """Start the caches anew."""
+    def _set_caches(self) -> None:
+        """Set all that is neither copied nor pickled: caches, and the parameters' names."""
         self._memory = ClosureMemory()
-        #: the first loss, and for how many steps the loss was far above it
-        self._growth: list[Any] = []
+        self._growth = GrowthWatch()
         self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
         self._retraction = retraction(self._retract, tuple(self._names.values()))
         #: whether the step has numbers or vectors to save
@@ -150,7 +149,7 @@ class NaturalGradient(Optimizer):
         self._checked: Sequence[object] = ()
 
     def _synchronize_processes(self) -> None:
-        """Raise unless all processes have the same options; begin where the first one is."""
+        """Raise unless all processes have the same options; copy the first one's parameters."""
         options = {
             "metric": self.metric,
             "solver": self.solver,
@@ -174,8 +173,8 @@ class NaturalGradient(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model" in state:
-            self._register()
-        saved = (self.state[p].get("schedule") for p in self._parameters())
+            self._set_caches()
+        saved = (self.state[p].get("schedule") for p in self._list_parameters())
         self._schedule = shared_numbers(self._first_schedule(), saved)
         self._complete_state()
 
@@ -206,24 +205,24 @@ class NaturalGradient(Optimizer):
 
     def _complete_state(self) -> None:
         """Give each parameter the numbers that all share, and its part of the step's vectors."""
-        for p in self._parameters():
+        for p in self._list_parameters():
             vectors = merge_saved(first_vectors(self.rule, p), self.state[p].get("rule", {}))
             # torch's full_state_dict reads the device off a tensor that has an axis
             device = p.new_empty(0)
             self.state[p] = {"schedule": self._schedule, "device": device, "rule": vectors}
 
     def _recall(self, problem: StepProblem) -> dict[str, Any]:
-        """What the step kept, as it finds it in `Local.state`."""
+        """Return what the step kept, in the form in which it finds it in `Local.state`."""
         if not self._keeps_state:
             return {}
         vectors = [self.state[p]["rule"] for p in problem.params.values()]
         return recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten)
 
     def _remember(self, problem: StepProblem, state: dict[str, Any]) -> None:
-        """Save what the step left in its state; frozen parameters have moved by zero."""
+        """Save what the step left in `Local.state`; the moves of frozen parameters are zero."""
         if not self._keeps_state and not state:
             return
-        params = self._parameters()
+        params = self._list_parameters()
 
         def split(flat: Tensor) -> Iterator[Tensor]:
             pieces = problem.space.split(flat)
@@ -236,7 +235,7 @@ class NaturalGradient(Optimizer):
 
     # --- parameters -----------------------------------------------------------------------------
 
-    def _parameters(self) -> list[Tensor]:
+    def _list_parameters(self) -> list[Tensor]:
         parameters: list[Tensor] = []
         for group in self.param_groups:
             parameters += group["params"]
@@ -244,7 +243,7 @@ class NaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
-        present = {id(p) for p in self._parameters()}
+        present = {id(p) for p in self._list_parameters()}
         group = own_group(param_group, self.model, self._names, present)
         lr = group.get("lr", self.defaults["lr"])
         if not float(lr) >= 0:
@@ -256,11 +255,11 @@ class NaturalGradient(Optimizer):
         super().add_param_group(group)
         self._complete_state()
 
-    def _active(self) -> dict[str, nn.Parameter]:
-        """The parameters that take part, by name, in the order of the groups."""
+    def _find_trained(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters, by name, in the order of the groups; raise for others'."""
         in_model = {id(p) for p in unwrap_model(self.model).parameters()}
         active: dict[str, Any] = {}
-        for p in self._parameters():
+        for p in self._list_parameters():
             if id(p) not in in_model:
                 raise PullbackError(
                     "The model's parameters were replaced",
@@ -277,8 +276,8 @@ class NaturalGradient(Optimizer):
             self._checked = signature
         return active
 
-    def _rates(self) -> list[float]:
-        """The learning rates of the param groups."""
+    def _list_rates(self) -> list[float]:
+        """Return the learning rates of the param groups."""
         return [float(group["lr"]) for group in self.param_groups]
 
     # --- one step -------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ class NaturalGradient(Optimizer):
         batch = self.outputs.metric_batch if metric_batch is None else metric_batch
         problem = self._make_problem(closure, objective, batch)
         try:
-            info = self._take(problem, batch)
+            info = self._take_step(problem, batch)
         except Exception:
             problem.rollback()
             raise
@@ -336,7 +335,7 @@ class NaturalGradient(Optimizer):
                 raise PullbackError("There is no natural gradient here", fault, "Check the loss")
             with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
                 pulled = self._pull_back(problem, batch)
-                return self._local(problem, pulled.system).direction()
+                return self._make_local(problem, pulled.system).direction()
         finally:
             problem.rollback()
 
@@ -349,13 +348,13 @@ class NaturalGradient(Optimizer):
         return f"{super().__repr__()[:-1]}    {stages}\n)"
 
     def _make_problem(self, closure: Any, objective: Any, batch: Any) -> StepProblem:
-        """The problem of this step, from a closure or an objective."""
+        """Return the problem of this step, from a closure or an objective."""
         refuse_context(closure, objective)
         if self._processes.group is None:
             refuse_unknown_group(type(self).__name__, "it was built before they met")
         if objective is not None and batch is None:
-            refuse_metric(self.metric)
-        params = self._active()
+            refuse_metric_of_objective(self.metric)
+        params = self._find_trained()
         is_single = self._processes.is_single
         if objective is not None:
             reduction = self.outputs.reduction or "mean"
@@ -367,16 +366,17 @@ class NaturalGradient(Optimizer):
             return ClosureProblem(*arguments)
         return DistributedClosureProblem(*arguments, self._processes)
 
-    def _take(self, problem: StepProblem, batch: Any) -> StepInfo:
+    def _take_step(self, problem: StepProblem, batch: Any) -> StepInfo:
+        """Evaluate the problem, take the step that the rule chooses, and return its record."""
         fault = problem.evaluate()
-        if not fault and not any(self._rates()) and not bool(problem.gradient.any()):
+        if not fault and not any(self._list_rates()) and not bool(problem.gradient.any()):
             fault = "the gradient is zero, and so is the learning rate"
         if fault:
             problem.rollback()
             return StepInfo(problem.loss, False, reason=fault, parameters=problem.space.size)
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
             pulled = self._pull_back(problem, batch)
-            local = self._local(problem, pulled.system)
+            local = self._make_local(problem, pulled.system)
             move = self.rule.take(local)
             if self._processes.size > 1:
                 move = self._share_move(move, local.state)
@@ -389,7 +389,7 @@ class NaturalGradient(Optimizer):
         return self._report(problem, pulled, move)
 
     def _pull_back(self, problem: StepProblem, batch: Any) -> PulledSystem:
-        """Pull the metric back; once more, if the model's structure is not what it was."""
+        """Return the pulled-back system, by a second pullback if the model's structure changed."""
         pulled, is_consistent = self._pull_once(problem, batch)
         if not is_consistent:
             self._memory.plans = {}
@@ -397,7 +397,7 @@ class NaturalGradient(Optimizer):
         return pulled
 
     def _pull_once(self, problem: StepProblem, batch: Any) -> tuple[PulledSystem, bool]:
-        """The system of all processes, and whether autograd agrees with it."""
+        """Return the system of all processes, and True if autograd agrees with it."""
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
         row_blocks, white = problem.row_blocks(self.metric, batch)
         own_entries = sum(block.count for block in row_blocks) * problem.space.size
@@ -410,15 +410,15 @@ class NaturalGradient(Optimizer):
         system = System.of(gram, problem, all_white, stack.count)
         return PulledSystem(system, stack), is_consistent
 
-    def _local(self, problem: StepProblem, system: System) -> Local:
-        """The local model of the loss, with the sign turned where we maximize."""
+    def _make_local(self, problem: StepProblem, system: System) -> Local:
+        """Return the local model of the loss, of its negative where we maximize."""
         sign = 1.0
         if self.maximize:
             system = -system
             sign = -1.0
         self.solver.seek(self._schedule["steps"])
         state = system.in_full_precision(self.solver.init)(system.gram)
-        displacement = self._displacement(problem)
+        displacement = self._make_displacement(problem)
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
@@ -431,9 +431,9 @@ class NaturalGradient(Optimizer):
             state=self._recall(problem),
         )
 
-    def _displacement(self, problem: StepProblem) -> Displacement:
-        """How far a move goes: the learning rates of its entries, and the retraction."""
-        rates = self._rates()
+    def _make_displacement(self, problem: StepProblem) -> Displacement:
+        """Return how a move changes the parameters: learning rates by entry, and retraction."""
+        rates = self._list_rates()
         if len(set(rates)) == 1:
             return Displacement(problem.space, rates[0], rates[0], self._retraction)
         filled = {}
@@ -444,9 +444,9 @@ class NaturalGradient(Optimizer):
         return Displacement(problem.space, flat, None, self._retraction)
 
     def _share_move(self, move: Move, state: dict[str, Any]) -> Move:
-        """The first process's move, to the bit; all have computed the same one to round-off."""
+        """Return the first process's move, to which all others' are equal but for round-off."""
         numbers = {name: v for name, v in state.items() if isinstance(v, (int, float))}
-        rates = self._rates()
+        rates = self._list_rates()
         rates_by_rank = self._processes.gather_objects(rates)
         if any(others != rates for others in rates_by_rank):
             raise PullbackError(
@@ -477,7 +477,7 @@ class NaturalGradient(Optimizer):
         torch.clear_autocast_cache()
 
     def _report(self, problem: StepProblem, pulled: PulledSystem, move: Move) -> StepInfo:
-        """The record of a step."""
+        """Return the record of a step."""
         system = pulled.system
         solution = move.solution
         new_loss = move.loss
@@ -502,15 +502,12 @@ class NaturalGradient(Optimizer):
 
     def _watch_growth(self, loss: float) -> None:
         """Warn once of a loss that stays far above the first."""
-        if not self._growth:
-            self._growth = [loss, 0]
-        has_risen = not loss <= self._growth[0]
-        if has_risen or self._growth[1]:
+        if self._growth.has_grown(loss):
             remedy = (
                 "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's "
                 "damping"
             )
-            warn_growth(self._growth, loss, remedy, find_user_stacklevel())
+            self._growth.warn(loss, remedy, find_user_stacklevel())
 
 
 @dataclass(frozen=True)
@@ -530,7 +527,7 @@ class Displacement:
     retract: Any
 
     def displace(self, origin: Mapping[str, Tensor], move: Tensor) -> dict[str, Tensor]:
-        """The parameters after a move, by name."""
+        """Return the parameters after a move, by name."""
         pieces = self.space.split(self.rate * move)
         with torch.no_grad():
             point = {name: w - pieces[name].to(w.dtype) for name, w in origin.items()}
@@ -540,12 +537,12 @@ class Displacement:
 
 
 def _default_step(lr: float | None) -> Step:
-    """A line search, or a constant step where a learning rate is given."""
+    """Return a line search, or a constant step where a learning rate is given."""
     return Backtracking() if lr is None else Constant(lr)
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient; raise where there is none."""
+def _list_trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient; raise where there is none."""
     params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
     if not params:
         raise PullbackError(
@@ -557,7 +554,7 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _describe_form(gram: Gram) -> str:
-    """The form in which a Gram was held, as `StepInfo` names it."""
+    """Return the form in which a Gram was held, as `StepInfo` names it."""
     if gram.structure.closed:
         return "closed form"
     if gram.structure.holds == "operator":

@@ -52,34 +52,34 @@ class StepProblem(ABC):
 
     @abstractmethod
     def row_blocks(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
-        """The rows of A, and r where it is representable."""
+        """Return the rows of A, and r where it is representable."""
 
     @abstractmethod
     def pulled_gradient(self) -> Tensor:
-        """Jᵀ∂L/∂z: the gradient of what went through the recorded outputs."""
+        """Return Jᵀ∂L/∂z, the gradient of what went through the recorded outputs."""
 
     @abstractmethod
     def losses(self, moves: Tensor, displace: Displace) -> Tensor:
-        """L at displace(w, move) for each row of moves, everything restored afterwards."""
+        """Return L at displace(w, move) for each row of moves; restore everything afterwards."""
 
     @abstractmethod
     def rollback(self) -> None:
         """Undo what evaluating the loss disturbed."""
 
     def stack_rows(self, row_blocks: Sequence[RowBlock]) -> RowStack:
-        """The rows of all processes."""
+        """Return the rows of all processes."""
         return RowStack(row_blocks, self.space)
 
     def sum_tensors(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, added up over all processes."""
+        """Return the tensors, added up over all processes."""
         return list(tensors)
 
     def all_agree(self, flag: bool) -> bool:
-        """Whether the flag is true on all processes."""
+        """Return True if the flag is true on all processes."""
         return flag
 
     def find_fault(self) -> str:
-        """Why loss or gradient cannot be used, or nothing."""
+        """Return why loss or gradient cannot be used; empty if they can."""
         if not math.isfinite(self.loss):
             return f"the loss is not finite ({self.loss})"
         if not bool(torch.isfinite(self.gradient).all()):
@@ -102,7 +102,9 @@ class System:
 
     @classmethod
     def of(cls, gram: Gram, problem: StepProblem, white: Tensor | None, rows: int) -> System:
-        """Use r where A is at hand; e is p.grad minus what the recorded outputs explain.
+        """Return the system of a problem, with r and e where A is at hand.
+
+        e is p.grad minus what the recorded outputs explain.
 
         Both were computed by the same arithmetic, so that without a regularizer they agree to
         round-off, whatever the precision of the forward pass.
@@ -123,7 +125,7 @@ class System:
         return replace(self, gradient=-self.gradient, white=white, extra=extra)
 
     def in_full_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with products with this system's matrices that are exact in float32."""
+        """Return the function with float32 products at full accuracy, whatever TF32 allows."""
         if self.gram.device.type != "cuda":
             return function
 
@@ -134,7 +136,7 @@ class System:
         return run_in_full_precision
 
     def make_solve(self, solver: Solver, state: Any) -> Solve:
-        """(damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖²."""
+        """Return (damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖²."""
 
         @self.in_full_precision
         def solve(damping: Damping | None, center: Tensor | None) -> Solution:
@@ -146,14 +148,14 @@ class System:
         return solve
 
     def _shift(self, center: Tensor) -> System:
-        """The system of x − center."""
+        """Return the system that x − center solves."""
         white = self.white
         if white is not None and isinstance(self.gram, FactoredGram):
             white = white - self.gram.project(center)
         return replace(self, gradient=self.gradient - self.gram.matvec(center), white=white)
 
     def _solve(self, solver: Solver, state: Any, damping: Damping | None) -> Solution:
-        """(G + λ)⁺g, from r and e where they are known."""
+        """Return (G + λ)⁺g, from r and e where they are known."""
         if self.extra is None:
             return solver.solve(state, self.gradient, damping, whitened=self.white)
         if self.white is None or not solver.linear:  # what a solver selects must see all of g
@@ -164,7 +166,7 @@ class System:
         return replace(from_outputs, x=from_outputs.x + from_extra.x, status=status)
 
     def path(self, solver: Solver, state: Any) -> Path | None:
-        """All solutions over damping; e joins r in the spectral coordinates."""
+        """Return the solution as a function of the damping; None if the solver has none."""
         if self.extra is None:
             return solver.path(state, self.gradient, self.white)
         from_outputs = solver.path(state, self.gradient - self.extra, self.white)
@@ -214,7 +216,7 @@ def agrees_with_autograd(
 
 
 def _forward_dtype(row_blocks: Sequence[RowBlock], gram: Gram) -> torch.dtype:
-    """The dtype of the replayed forward pass."""
+    """Return the dtype of the replayed forward pass, the Gram's where nothing was replayed."""
     if not row_blocks:
         return gram.dtype
     graph = getattr(row_blocks[0].linearization, "graph", None)

@@ -15,7 +15,7 @@ from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
 from ...maps.proof import NO_LAYER, UNUSED
 from ...maps.roles import Role
-from ..checks import find_user_stacklevel, warn_growth
+from ..checks import GrowthWatch, find_user_stacklevel
 from .assignment import Assignment
 from .factors.averages import gram_of
 from .factors.block import BlockKey, describe, names_of, to_block
@@ -319,8 +319,7 @@ class Notices:
         self._unmeasured: set[str] = set()
         self._has_warned_of_missing_blocks = False
         self._has_warned_not_finite = False
-        #: the first loss of a closure, and steps far above it
-        self._growth: list[Any] = []
+        self._growth = GrowthWatch()
 
     @property
     def has_warned_of_missing_blocks(self) -> bool:
@@ -389,9 +388,8 @@ class Notices:
             if loss.device.type != "cpu" or loss.numel() != 1:
                 return
             loss = loss.item()
-        if isinstance(loss, float):
-            self._growth[:] = self._growth or [loss, 0]
-            warn_growth(self._growth, loss, "Take a smaller lr", find_user_stacklevel())
+        if isinstance(loss, float) and self._growth.has_grown(loss):
+            self._growth.warn(loss, "Take a smaller lr", find_user_stacklevel())
 
 
 @dataclass(frozen=True)
