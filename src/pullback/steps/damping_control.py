@@ -48,7 +48,7 @@ class RatioDamping:
         )
 
     def next(self, damping: float, ratio: float, increase: float | None = None) -> float:
-        """The next λ; `increase` replaces the factor by which it grows."""
+        """Return the next λ; `increase` replaces the factor by which it grows."""
         factor = 1.0
         if not ratio >= self.low:
             factor = self.increase if increase is None else increase
@@ -142,7 +142,7 @@ class LevenbergMarquardt(Step):
         return move
 
     def _damped_move(self, local: Local, damping: float) -> tuple[Move, dict[str, Any]]:
-        """The inner step's move at this damping, and what it would keep."""
+        """Return the inner step's move at this damping, and its state after the move."""
         assert self.inner is not None
         inner_state = dict(local.state.get("inner", {}))
         inner_local = replace(

@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 def first_numbers(step: Step) -> Tree:
-    """The numbers of a step and of those inside it, as they are before the first step."""
+    """Return the numbers of a step and of its inner steps, as they are before the first step."""
     tree: Tree = dict(step.numbers)
     if step.inner is not None:
         tree[_INNER] = first_numbers(step.inner)
@@ -30,7 +30,7 @@ def first_numbers(step: Step) -> Tree:
 
 
 def first_vectors(step: Step, parameter: Tensor) -> Tree:
-    """A parameter's share of the vectors before the first step: zeros."""
+    """Return a parameter's share of the vectors before the first step: zeros."""
     tree: Tree = {name: torch.zeros_like(parameter) for name in step.vectors}
     if step.inner is not None:
         tree[_INNER] = first_vectors(step.inner, parameter)
@@ -38,7 +38,7 @@ def first_vectors(step: Step, parameter: Tensor) -> Tree:
 
 
 def merge_saved(first: Tree, saved: Mapping[str, Any]) -> Tree:
-    """The first values, replaced by what was saved under the same names."""
+    """Return the first values, replaced by saved ones of the same name and kind."""
     merged: Tree = {}
     for name, first_value in first.items():
         saved_value = saved.get(name, first_value)
@@ -60,7 +60,7 @@ def _is_same_kind(first_value: Any, saved_value: Any) -> bool:
 
 
 def shared_numbers(first: Tree, saved: Iterable[Any]) -> Tree:
-    """One dict for all parameters, from the first of the saved ones that is there."""
+    """Return the numbers that all parameters share, from the first saved dict if there is one."""
     trees = [tree for tree in saved if isinstance(tree, dict)]
     return merge_saved(first, trees[0] if trees else {})
 

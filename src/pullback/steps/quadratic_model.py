@@ -58,7 +58,7 @@ class QuadraticModel(Step):
 
 
 def best_coefficients(slopes: Tensor, products: Tensor, lengths: Tensor, damping: float) -> Tensor:
-    """The c that minimizes −bᵀc + ½cᵀ(P + λS)c for directions x_1, ..., x_k.
+    """Return the c that minimizes −bᵀc + ½cᵀ(P + λS)c for directions x_1, ..., x_k.
 
     Directions are brought to the same length first; those that the model does not see get nothing.
 

@@ -28,7 +28,7 @@ class Wrapper(Step):
         return self.own_needs | self.inner.needs
 
     def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
-        """The direction the inner step sees."""
+        """Return the direction that the inner step sees."""
         raise NotImplementedError(type(self).__name__)
 
     def take(self, local: Local) -> Move:
@@ -56,7 +56,7 @@ class Clip(Wrapper):
 
 
 def clip_factor(squared_length: Tensor, limit: float) -> Tensor:
-    """min(1, √(limit/squared_length)): what shortens a vector to length √limit at most.
+    """Return min(1, √(limit/squared_length)), which shortens a vector to length √limit at most.
 
     The device is not waited for; NaN stays NaN.
 
