@@ -19,7 +19,7 @@ from ..problem.conditions import Condition
 from ..problem.problem import Problem
 from .causal import Causal
 from .plan import SamplingPlan
-from .residual import fingerprint, refuse_coupled, refuse_unused
+from .residual import count_residuals, fingerprint, refuse_unused
 from .sites import Sites, take_share
 from .term import build_term, find_nesting_reason
 from .trial import Trial
@@ -97,7 +97,7 @@ class Collocation:
         self.objective: Objective | None = None
         self.sites: dict[str, Sites] = plan.draw(self._draw_number)
         self.residual_count = sum(
-            refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions
+            count_residuals(problem, c, self.sites[c.name]) for c in problem.conditions
         )
         refuse_unused(problem, self.sites)
         self.weights = processes.broadcast_object(balance_weights(problem, self.sites))

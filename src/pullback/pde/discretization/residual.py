@@ -109,8 +109,8 @@ class LocalResidual:
             )
         return values
 
-    def look_up_in(self, channels: Any) -> DerivativeLookup:
-        """Return a look-up in the channels (T, S, N, m) that a network's jets carry."""
+    def make_lookup(self, channels: Any) -> DerivativeLookup:
+        """Return a function that looks derivatives up in a network's channels (T, S, N, m)."""
         scheme = self.scheme
         space = self._problem.coordinates.space
         column_of = self._problem.fields.index
@@ -126,7 +126,7 @@ class LocalResidual:
     def differentiate(self, trial: Trial) -> Derivatives:
         """Return the derivatives of a network that F asks for, (N,) each."""
         x = torch.stack([points.x for points in self._sites])
-        look_up = self.look_up_in(compute_derivatives(trial, x, self.scheme))
+        look_up = self.make_lookup(compute_derivatives(trial, x, self.scheme))
         return {key: look_up(*key) for key in self.keys}
 
     def __call__(self, derivatives: Derivatives) -> Tensor:
@@ -146,7 +146,7 @@ class LocalResidual:
         return values.detach(), slopes
 
     def is_affine(self, derivatives: Derivatives) -> bool:
-        """Return True if the slopes at these values are those at others."""
+        """Return True if the slopes at these values are those at other, made-up values."""
         others = {k: 1.7 * v + 0.3 * v.abs().mean() + 0.1 for k, v in derivatives.items()}
         slopes = self.slopes(derivatives)[1]
         other_slopes = self.slopes(others)[1]
@@ -198,7 +198,7 @@ def _call_residual(condition: Condition, view: View) -> Any:
 
 
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
-    """Return what tells one condition from another.
+    """Return a list that two conditions share only if they are the same.
 
     These are its derivatives, its weight, its target, and made-up residuals.
     """
@@ -212,11 +212,11 @@ def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[An
     return [indices, None in local.indices, weight, *values]
 
 
-def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
-    """Raise if what must vanish at a point depends on the fields at other points.
+def count_residuals(problem: Problem, condition: Condition, sites: Sites) -> int:
+    """Return how many residuals a condition has at all of its points.
 
-    Returns:
-        How many residuals there are at the points.
+    Raises:
+        PullbackError: if the residual at one point depends on the fields at other points.
     """
     half = len(sites[0]) // 2
     shift = torch.zeros_like(sites[0].x[:, 0])

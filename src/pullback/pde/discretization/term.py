@@ -68,7 +68,7 @@ def _build_residuals(
     local = LocalResidual(problem, condition, sites)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        return local.evaluate(local.look_up_in(channels), select_unknowns(params))
+        return local.evaluate(local.make_lookup(channels), select_unknowns(params))
 
     x = torch.stack([site.x for site in sites])
     return OperatorMap(trial.apply_to, x, local.scheme, operator, point_weights)
@@ -94,7 +94,7 @@ def _build_energy(
     ones = torch.ones_like(point_weights)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        look_up = local.look_up_in(channels)
+        look_up = local.make_lookup(channels)
         return torch.stack([look_up(*key) for key in local.keys], -1)
 
     def density(z: Tensor) -> Tensor:

@@ -88,7 +88,12 @@ class Patch:
             e = torch.cat([torch.zeros_like(x), normal * column], 1)
             return torch.cat([x, value * column], 1), e
 
-        return replace(self, place=place, keep=self._keep_below(), known_share=self._share_if_cut())
+        return replace(
+            self,
+            place=place,
+            keep=self._keep_by_first_coordinates(),
+            known_share=self._share_if_cut(),
+        )
 
     def times(self, a: float, b: float) -> Patch:
         """Return the patch × [a, b], a further and last coordinate; normals are (n, 0)."""
@@ -101,9 +106,9 @@ class Patch:
 
         axes = (*self.axes, Axis())
         size = self.size * (b - a)
-        return Patch(axes, size, place, self._keep_below(), self._share_if_cut())
+        return Patch(axes, size, place, self._keep_by_first_coordinates(), self._share_if_cut())
 
-    def _keep_below(self) -> Keep | None:
+    def _keep_by_first_coordinates(self) -> Keep | None:
         """Return `keep` as a function of points with one more coordinate."""
         keep = self.keep
         if keep is None:
@@ -129,8 +134,8 @@ class Patch:
             x, normals = self.place(u)
             return Points(x, w * self.size, normals)
         if isinstance(sampler, Product):
-            return self._grid(n, sampler, generator, self.keep)
-        return self._reject(n, sampler, generator, self.keep)
+            return self._draw_grid(n, sampler, generator, self.keep)
+        return self._draw_by_rejection(n, sampler, generator, self.keep)
 
     def _accept(self, u: Tensor, w: Tensor, keep: Keep, n: int | None = None) -> Points:
         """Return the first n kept points, with weights that sum to the measure."""
@@ -141,8 +146,10 @@ class Patch:
             normals = normals[chosen]
         return Points(x[chosen], w * (self.measure / w.sum()), normals)
 
-    def _reject(self, n: int, sampler: Sampler, generator: torch.Generator, keep: Keep) -> Points:
-        """Draw the same sequence further and further until n of its points are kept."""
+    def _draw_by_rejection(
+        self, n: int, sampler: Sampler, generator: torch.Generator, keep: Keep
+    ) -> Points:
+        """Return the first n points of a sequence that are kept."""
         start = generator.get_state()
         count = math.ceil(1.1 * n / self.share) + 16
         while True:
@@ -159,7 +166,9 @@ class Patch:
                 )
             count *= 2
 
-    def _grid(self, n: int, sampler: Product, generator: torch.Generator, keep: Keep) -> Points:
+    def _draw_grid(
+        self, n: int, sampler: Product, generator: torch.Generator, keep: Keep
+    ) -> Points:
         """Return the largest full grid of which 1 to n points are kept; else n Sobol points."""
         dim = len(self.axes)
         m = integer_root(math.ceil(n / self.share), dim)
@@ -171,7 +180,7 @@ class Patch:
             points = self._accept(u, w, keep)
             if 0 < len(points) <= n:
                 return points
-        return self._reject(n, Sobol(), generator, keep)
+        return self._draw_by_rejection(n, Sobol(), generator, keep)
 
 
 def cuboid(low: Tensor, high: Tensor) -> Patch:
@@ -222,7 +231,10 @@ def place_quadrature(patches: Sequence[Patch], n: int) -> Points:
 
 
 def allot_points(patches: Sequence[Patch], n: int) -> list[int]:
-    """Return n in proportion to the measures by largest remainders; single points take one each."""
+    """Return how many of n points each patch gets, in proportion to the measures.
+
+    Remainders are rounded; a patch that is a single point gets one.
+    """
     counts = [1] * len(patches)
     extended = [i for i, patch in enumerate(patches) if patch.axes]  # no single points
     spare = n - len(patches)

@@ -138,7 +138,7 @@ class InitialValueProblem:
     def linearize(self, t: float, state: Tensor) -> LeadingTerms:
         """Return the highest derivatives at a state; raise IntegrationFailed if there are none."""
         try:
-            self._slope(t, state)
+            self._differentiate_state(t, state)
         except (ArithmeticError, torch.linalg.LinAlgError):
             raise IntegrationFailed from None
         highest = self._highest
@@ -163,7 +163,7 @@ class InitialValueProblem:
             evaluations += 1
             if evaluations > LIMITS.evaluations:
                 raise _TooLong
-            return self._slope(t, torch.from_numpy(state)).numpy()
+            return self._differentiate_state(t, torch.from_numpy(state)).numpy()
 
         scales = self._find_scales(initial_state, guess)
         try:
@@ -263,7 +263,7 @@ class InitialValueProblem:
         values = [c.value if isinstance(c, Field) else c for c in columns]
         return torch.cat([v.reshape(-1) for v in values])
 
-    def _channels(self, state: Tensor, highest: Tensor) -> Callable[[str, Index | None], Tensor]:
+    def _make_lookup(self, state: Tensor, highest: Tensor) -> Callable[[str, Index | None], Tensor]:
         """Return the derivatives by field and order, from the state and the highest ones."""
         derivatives: dict[str, list[Tensor]] = {}
         position = 0
@@ -281,15 +281,15 @@ class InitialValueProblem:
         return channel
 
     def _equation_residuals(self, t: float, state: Tensor, highest: Tensor) -> Tensor:
-        channel = self._channels(state, highest)
+        channel = self._make_lookup(state, highest)
         return torch.cat([self._residual(c, t, channel) for c in self._equations])
 
     def _initial_residuals(self, state: Tensor) -> Tensor:
-        channel = self._channels(state, torch.zeros_like(self._highest))
+        channel = self._make_lookup(state, torch.zeros_like(self._highest))
         conditions = self._initial_conditions
         return torch.cat([self._residual(c, self._start, channel) for c in conditions])
 
-    def _slope(self, t: float, state: Tensor) -> Tensor:
+    def _differentiate_state(self, t: float, state: Tensor) -> Tensor:
         """Return the state's derivative; Newton's method finds the highest derivatives."""
         self._highest = _find_root(
             lambda highest: self._equation_residuals(t, state, highest), self._highest
