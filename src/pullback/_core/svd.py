@@ -132,7 +132,7 @@ def svd(a: Tensor, *, polar: bool | None = None, cutoff: float = 0.0) -> Svd:
 
 
 def _orient(tall: Svd, *, is_flat: bool) -> Svd:
-    """Return the SVD of A from that of its tall one, A or Aᵀ."""
+    """Return the SVD of A from that of the tall one of A and Aᵀ, which is Aᵀ if A is flat."""
     if is_flat:
         return Svd(tall.v, tall.sigma, tall.u, left_q=tall.right_q, right_q=tall.left_q)
     return tall
@@ -155,6 +155,7 @@ def _thin_svd(tall: Tensor, *, polar: bool) -> Svd:
 
 
 def _direct_svd(r: Tensor) -> Svd:
+    """Return torch's SVD of a square matrix."""
     # CUDA's default, Jacobi rotations, takes seconds where singular values vanish
     driver = "gesvd" if r.is_cuda else None
     u, sigma, vt = torch.linalg.svd(r, driver=driver)

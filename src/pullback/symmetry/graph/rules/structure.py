@@ -1,4 +1,8 @@
-"""Rules for operations that rearrange entries, pick or choose them, or pool neighbors."""
+"""Rules for operations that rearrange entries, pick or choose them, or pool neighbors.
+
+A rule returns the labelled result of the node's operation. Its docstring says what the operation
+does, and what the rule requires of the scales.
+"""
 
 from __future__ import annotations
 
