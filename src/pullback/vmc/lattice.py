@@ -18,22 +18,22 @@ class Lattice(ABC):
 
     @abstractmethod
     def bonds(self, order: int = 1) -> Tensor:
-        """Pairs of nearest (order 1) or next-nearest (order 2) neighbours, (bonds, 2)."""
+        """Return pairs of nearest (order 1) or next-nearest (order 2) neighbours, (bonds, 2)."""
 
     @abstractmethod
     def sublattice(self) -> Tensor | None:
-        """0 or 1 for every site such that nearest neighbours differ; None if that is impossible."""
+        """Return 0 or 1 for every site, other ones for neighbours; None if that is impossible."""
 
     @abstractmethod
     def translations(self) -> Tensor:
-        """All translations as permutations of the sites, (translations, sites)."""
+        """Return all translations as permutations of the sites, (translations, sites)."""
 
     @abstractmethod
     def point_group(self) -> Tensor:
-        """Rotations and reflections that fix site 0, as permutations, (operations, sites)."""
+        """Return rotations and reflections that fix site 0, as permutations (operations, sites)."""
 
     def space_group(self) -> Tensor:
-        """Every translation after every operation of the point group, (operations, sites)."""
+        """Return translations after each operation of the point group, (operations, sites)."""
         operations = self.point_group()
         moved = [operations[:, translation] for translation in self.translations()]
         return torch.cat(moved)
@@ -105,6 +105,7 @@ class Square(Lattice):
         return (row + column) % 2
 
     def _coordinates(self) -> tuple[Tensor, Tensor]:
+        """Return the rows and the columns of all sites."""
         site = torch.arange(self.sites)
         return site // self.m, site % self.m
 
@@ -118,7 +119,7 @@ class Square(Lattice):
         return torch.stack(permutations)
 
     def point_group(self) -> Tensor:
-        """Eight operations of a square, four of a rectangle."""
+        """Return eight operations of a square, four of a rectangle."""
         row, column = self._coordinates()
         permutations = []
         for row_sign in (1, -1):
@@ -135,7 +136,7 @@ class Square(Lattice):
 
 
 def _remove_repeated_pairs(pairs: list[tuple[int, int]]) -> Tensor:
-    """The pairs with the smaller site first, in the order they are met, without repetitions.
+    """Return the pairs, smaller site first, in the order they are met, without repetitions.
 
     On a torus of width two both edges of a site lead to the same neighbour: that bond counts once.
     """

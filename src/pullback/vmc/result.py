@@ -79,7 +79,7 @@ class Result:
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Result:
-        """Read what `save` wrote into a network of the same architecture."""
+        """Return the result that `save` wrote, and load its parameters into a network."""
         state: dict[str, Any] = FORMAT.read(Path(path))["result"]
         network.load_state_dict(state["network"])
         saved = state["verdict"]
@@ -111,7 +111,7 @@ class Result:
 
 
 def correlate_spins(samples: Tensor, permutations: Tensor) -> Tensor:
-    """⟨s_i s_g(i)⟩ of σᶻ, averaged over samples and sites i, for permutations g: (len(g),).
+    """Return ⟨s_i s_g(i)⟩ of σᶻ, averaged over samples and sites i, for permutations g: (len(g),).
 
     With `lattice.translations()` it is the correlation against the distance.
     """

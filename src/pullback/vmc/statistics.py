@@ -35,7 +35,7 @@ class EnergyStatistics:
 
 
 def summarize(local_energies: Tensor, configurations: Tensor) -> EnergyStatistics:
-    """Statistics of energies (chains, per_chain), complex, at configurations (…, sites)."""
+    """Return statistics of complex energies (chains, per_chain) at configurations (…, sites)."""
     energies = local_energies.real.double()
     samples = energies.numel()
     energy = float(energies.mean())
@@ -68,7 +68,7 @@ def summarize(local_energies: Tensor, configurations: Tensor) -> EnergyStatistic
 
 
 def _divide_chain(values: Tensor) -> Tensor:
-    """A single chain (1, n, ...) as up to 16 chains: its consecutive segments of equal length."""
+    """Return a single chain (1, n, ...) as up to 16 chains, its segments of equal length."""
     length = values.shape[1]
     segments = max(1, min(16, length // 2))
     per_segment = length // segments
@@ -76,7 +76,7 @@ def _divide_chain(values: Tensor) -> Tensor:
 
 
 def gelman_rubin(values: Tensor) -> Tensor:
-    """R̂ of observables (chains, per_chain, k): (k,).
+    """Return R̂ of observables (chains, per_chain, k): (k,).
 
     R̂² = (n − 1)/n + Var(chain means)/W, with the mean variance W within chains of n samples. An
     observable that is the same everywhere has R̂ = 1; one that differs between chains and never
@@ -90,7 +90,7 @@ def gelman_rubin(values: Tensor) -> Tensor:
 
 
 def _estimate_autocorrelation_time(scatter: float, variance: float, per_chain: int) -> float:
-    """τ from Var(chain mean) = (1 + 2τ) variance/n, not below zero."""
+    """Return τ ≥ 0 from Var(chain mean) = (1 + 2τ) variance/n; `scatter` is the left side."""
     if variance == 0:
         return 0.0
     return max(0.0, (per_chain * scatter / variance - 1) / 2)
