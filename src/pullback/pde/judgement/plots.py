@@ -86,7 +86,7 @@ class Drawable(Protocol):
 
 
 def draw_solution(solution: Drawable, path: str | Path | None = None) -> Figure:
-    """Solution and |error| of every field, convergence, singular values.
+    """Return a picture of the solution, |error| of every field, convergence and singular values.
 
     Curves in one dimension, heat maps in two (time to the right where there is time), beyond that
     the heat map of a slice through the center. Parts that are not known are left out. Neither
@@ -123,9 +123,9 @@ def _draw_figure(solution: Drawable) -> Figure:
     for i, name in enumerate(problem.fields):
         panel = figure.add_subplot(grid[i, 0])
         if values.truth is None:
-            cut.show(panel, values.solution[:, i], name, None)
+            cut.show_field(panel, values.solution[:, i], name, None)
             continue
-        cut.show(panel, values.solution[:, i], name, values.truth[:, i])
+        cut.show_field(panel, values.solution[:, i], name, values.truth[:, i])
         error = np.abs(values.solution[:, i] - values.truth[:, i])
         cut.show_error(figure.add_subplot(grid[i, 1]), error, name)
     if curves:
@@ -155,7 +155,7 @@ class FieldValues:
 
 
 def _evaluate(solution: Drawable, x: Tensor) -> FieldValues:
-    """Return the values; fields known up to a constant are moved onto the truth."""
+    """Return u and the truth; fields known up to a constant are moved onto the truth."""
     problem = solution.problem
     values = solution(x).detach().cpu().double().numpy()
     if not problem.known:
@@ -204,7 +204,7 @@ class Cut:
             points[:, axis] = low[axis] + (high[axis] - low[axis]) * u.reshape(-1)
         return cls(problem, axes, points, _describe_slice(domain.names[2:], points[0, 2:].tolist()))
 
-    def show(self, axes: Axes, u: Any, name: str, truth: Any) -> None:
+    def show_field(self, axes: Axes, u: Any, name: str, truth: Any) -> None:
         """Draw the field: a curve beside the true one, or a heat map."""
         if len(self.axes) == 2:
             self._draw_map(axes, u, "viridis", None)
@@ -228,14 +228,14 @@ class Cut:
         least = 0.0
         if inside.any():
             least = float(np.quantile(error[inside], 0.01))
-        low, high = _decades(max(least, most * 10.0**-LAYOUT.decades), most)
+        low, high = _round_to_decades(max(least, most * 10.0**-LAYOUT.decades), most)
         if len(self.axes) == 2:
             self._draw_map(axes, np.maximum(error, low), "magma", LogNorm(low, max(most, 10 * low)))
             return
         axes.semilogy(self.points[:, 0].numpy(), error.clip(low), color=_RED, lw=1.5)
         axes.set_xlabel(self.problem.domain.names[0])
         axes.margins(x=0)
-        _tidy(axes, low, high)
+        _style_log_axis(axes, low, high)
 
     @property
     def height(self) -> float:
@@ -255,6 +255,7 @@ class Cut:
         return self.problem.domain.contains(self.points).numpy()
 
     def _draw_map(self, axes: Axes, values: Any, colors: str, norm: Any) -> None:
+        """Draw values over both axes as a heat map, with a color bar."""
         domain = self.problem.domain
         right, up = self.axes
         low = domain.low.tolist()
@@ -308,7 +309,7 @@ def _show_curve(axes: Axes, curve: Curve) -> None:
     has_integers = curve.label != "seconds"
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=has_integers, steps=[1, 2, 5, 10]))
     positive = [value for value in curve.y if value > 0]  # false for NaN as well
-    _tidy(axes, *_decades(min(positive), max(positive)))
+    _style_log_axis(axes, *_round_to_decades(min(positive), max(positive)))
 
 
 def _collect_curves(solution: Drawable) -> list[Curve]:
@@ -341,15 +342,15 @@ def _describe_slice(names: Sequence[str], values: Sequence[float]) -> str:
     return f" on a slice: {names[0]}, …, {names[-1]} at the center"
 
 
-def _decades(low: float, high: float) -> tuple[float, float]:
+def _round_to_decades(low: float, high: float) -> tuple[float, float]:
     """Return the whole decades around an interval, so that both ends have a label."""
     lowest = math.floor(math.log10(low) + 1e-9)
     highest = math.ceil(math.log10(high) - 1e-9)
     return 10.0**lowest, 10.0 ** max(highest, lowest + 1)
 
 
-def _tidy(axes: Axes, low: float, high: float) -> None:
-    """Label powers of ten only, with light lines."""
+def _style_log_axis(axes: Axes, low: float, high: float) -> None:
+    """Limit a logarithmic axis to these values, and label powers of ten only."""
     axes.set_ylim(low * 0.9, high * 1.1)
     axes.grid(True, which="major")
     axes.yaxis.set_major_locator(LogLocator(numticks=7))

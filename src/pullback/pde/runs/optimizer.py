@@ -85,6 +85,7 @@ def _call_maker(maker: Callable[[nn.Module], Optimizer], trial: Trial) -> Optimi
 
 
 def _choose_step(method: MethodOptions, *, is_short: bool) -> Step:
+    """Return the rule of short steps, or the caller's or the default rule of long ones."""
     if is_short:
         return SHORT_STEP
     return method.step or TargetRatio()
@@ -102,6 +103,7 @@ def default_solver(trial: Trial, dtype: torch.dtype, residual_count: int) -> Sol
 
 
 def _is_sketched(trial: Trial, residual_count: int) -> bool:
+    """Return True if residuals and parameters are too many for a full factorization."""
     return min(residual_count, count_parameters(trial)) > THRESHOLDS.dense_size
 
 
@@ -111,7 +113,7 @@ def count_parameters(trial: Trial) -> int:
 
 
 def describe_cost(trial: Trial, method: MethodOptions, residual_count: int) -> str:
-    """Return what a step takes if it moves in a random subspace by default, else nothing.
+    """Return in words what a step in a random subspace takes; empty if steps are no such ones.
 
     The operations are those of A, its cosine transform, QR and SVD, in products of matrices; the
     speed of the device at these is measured.
