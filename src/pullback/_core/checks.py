@@ -40,6 +40,7 @@ def require_finite_tensor(what: str, value: Any, shape: Sequence[int | str] | No
 
 
 def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
+    """Return True if the tensor has these lengths; a letter stands for any length."""
     if value.ndim != len(shape):
         return False
     lengths = zip(value.shape, shape, strict=True)
@@ -55,7 +56,10 @@ def require_number(
     whole: bool = False,
     positive: bool = False,
 ) -> None:
-    """Raise unless least ≤ value < below, and above 0 where it must be positive."""
+    """Raise unless value is a real number with least ≤ value < below.
+
+    With `whole` it must be an integer, with `positive` above 0.
+    """
     number_type = Integral if whole else Real
     has_type = isinstance(value, number_type) and not isinstance(value, bool)
     if has_type and least <= float(value) < below and not (positive and value == 0):

@@ -124,6 +124,7 @@ def distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _distances_by_differences(x: Tensor, y: Tensor) -> Tensor:
+    """Return ‖x_i − y_j‖ from the differences of all pairs."""
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 

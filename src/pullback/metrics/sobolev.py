@@ -91,7 +91,7 @@ class Sobolev(Metric):
 
     @property
     def scale(self) -> float | None:
-        """The kernel's length, where it has one."""
+        """The kernel's unit of length; None for a kernel of the user's without one."""
         return getattr(self.kernel_of, "scale", None)
 
     def kernel(
@@ -120,6 +120,7 @@ class Sobolev(Metric):
         return k + self._choose_jitter(dtype) * k.diagonal().mean() * eye
 
     def _choose_jitter(self, dtype: torch.dtype) -> float:
+        """Return the user's jitter, or the default of this precision."""
         if self.jitter is not None:
             return self.jitter
         if dtype == torch.float64:
@@ -190,6 +191,7 @@ class Sobolev(Metric):
 
 
 def _is_symmetric(k: Tensor) -> bool:
+    """Return True if K(x, x') = K(x', x) up to round-off."""
     asymmetry = (k - k.mT).abs().max()
     return not bool(asymmetry > _THRESHOLDS.asymmetry * k.abs().max())
 
@@ -211,6 +213,7 @@ def _singular_kernel_error(k: Tensor) -> PullbackError:
 
 
 def _unusable_inputs_error(description: str, z: Tensor) -> PullbackError:
+    """Return the error for inputs, described in words, that are no points for outputs z."""
     return PullbackError(
         "Sobolev needs the model's inputs as points of a vector space",
         f"got {description} for {z.shape[0]} samples",

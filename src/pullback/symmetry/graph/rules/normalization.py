@@ -29,7 +29,7 @@ MakeReading = Callable[[Outputs, tuple[int, ...]], Reading]
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def follow_layer_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Over the last axes; also RMS norm."""
+    """Layer norm over the last axes, and RMS norm."""
     x = walk.as_activation(args[0])
     gain = args[2]
     is_rms = "rms" in operation_name(node)
@@ -47,7 +47,7 @@ def follow_layer_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str,
 
 @rule("native_group_norm")
 def follow_group_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Over groups of channels."""
+    """Group norm over groups of channels."""
     x = walk.as_activation(args[0])
     group_count = int(args[6])
     grouped = x.scale.unflatten(1, (group_count, -1))
@@ -64,7 +64,7 @@ def follow_group_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str,
     *("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
 )
 def follow_batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """With the statistics of the batch, or with fixed ones."""
+    """Batch norm, with the statistics of the batch or with fixed ones."""
     x = walk.as_activation(args[0])
     gain = _align_with_channels(args[1], x)
     shift = _align_with_channels(args[2], x)
