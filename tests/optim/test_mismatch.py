@@ -75,13 +75,77 @@ def test_a_squared_error_is_noticed_once(make: Any, loss: Any) -> None:
     assert sum("squared error" in str(w.message) for w in said) == 1
 
 
-def make_regression(name: str, likelihood: pb.likelihoods.Likelihood) -> Any:
-    """A maker of the named optimizer for a squared error."""
+TARGETS = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+SQUARES_OF_REAL_TARGETS = {
+    "mean": lambda z: F.mse_loss(z, TARGETS),
+    "half a mean over samples": lambda z: 0.5 * (z - TARGETS).square().sum(1).mean(),
+    "sum": lambda z: F.mse_loss(z, TARGETS, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()], ids=repr)
+@pytest.mark.parametrize("loss", SQUARES_OF_REAL_TARGETS.values(), ids=SQUARES_OF_REAL_TARGETS)
+def test_a_squared_error_of_real_targets_is_noticed_once(likelihood: Any, loss: Any) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return pb.NaturalGradient(model, likelihood=likelihood, lr=1e-4)
+
+    with pytest.warns(RuntimeWarning, match=r"squared error.*MSELoss") as messages:
+        train(make, network(), loss)
+    assert sum("squared error" in str(each.message) for each in messages) == 1
+
+
+def make_of_likelihood(name: str, likelihood: Any) -> Any:
+    """A maker of the named optimizer with a likelihood, or a loss of torch."""
     if name == "natural":
         return lambda model: pb.NaturalGradient(model, likelihood=likelihood, lr=1e-4)
     return lambda model: pb.KFAC(
         model, 1e-4, rule="natural", likelihood=likelihood, statistics_every=1
     )
+
+
+ENTROPIES: dict[Any, Callable[[str], Callable[[Tensor], Tensor]]] = {
+    nn.CrossEntropyLoss: lambda reduction: lambda z: F.cross_entropy(z, Y, reduction=reduction),
+    nn.BCEWithLogitsLoss: lambda reduction: (
+        lambda z: F.binary_cross_entropy_with_logits(z, HOT, reduction=reduction)
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["natural", "kfac"])
+@pytest.mark.parametrize(("reduction", "other"), [("mean", "sum"), ("sum", "mean")])
+@pytest.mark.parametrize("loss_class", ENTROPIES)
+def test_a_sum_under_a_mean_is_noticed_once(
+    optimizer: str, reduction: str, other: str, loss_class: Any
+) -> None:
+    make = make_of_likelihood(optimizer, loss_class(reduction=reduction))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        train(make, network(), ENTROPIES[loss_class](reduction))
+    with pytest.warns(RuntimeWarning, match=f"that of a {other} over samples") as messages:
+        train(make, network(), ENTROPIES[loss_class](other))
+    assert sum("over samples" in str(each.message) for each in messages) == 1
+
+
+@pytest.mark.parametrize("optimizer", ["natural", "kfac"])
+def test_an_output_without_a_batch_axis_is_noticed_once(optimizer: str) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).mean(0)
+
+    make = make_of_likelihood(optimizer, pb.likelihoods.MSE())
+    with pytest.warns(RuntimeWarning, match=r"3 samples.*lacks a batch axis") as messages:
+        train(make, Pooled(), lambda z: F.mse_loss(z, TARGETS[0]))
+    assert sum("batch axis" in str(each.message) for each in messages) == 1
+    with pytest.raises(pb.PullbackError, match=r"one sample, give the model a batch"):
+        train(
+            make_of_likelihood(optimizer, Categorical()),
+            Pooled(),
+            lambda z: F.cross_entropy(z, Y[0]),
+        )
 
 
 IGNORED = torch.where(torch.arange(12) % 4 == 0, -100, Y)
@@ -100,11 +164,10 @@ CROSS_ENTROPIES = {
 @pytest.mark.parametrize("loss", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
 def test_a_cross_entropy_is_noticed_once(optimizer: str, likelihood: Any, loss: Any) -> None:
     with pytest.warns(RuntimeWarning, match=r"cross entropy.*likelihood=nn\.") as messages:
-        train(make_regression(optimizer, likelihood), network(), loss)
+        train(make_of_likelihood(optimizer, likelihood), network(), loss)
     assert sum("cross entropy" in str(each.message) for each in messages) == 1
 
 
-TARGETS = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
 REGRESSIONS = {
     "random targets": lambda z: F.mse_loss(z, TARGETS),
     "labels": lambda z: F.mse_loss(z, HOT),
@@ -118,7 +181,7 @@ REGRESSIONS = {
 def test_other_losses_of_a_regression_are_not_warned_of(loss: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        train(make_regression("natural", pb.likelihoods.MSE()), network(), loss)
+        train(make_of_likelihood("natural", pb.likelihoods.MSE()), network(), loss)
 
 
 def focal(nll: Tensor) -> Tensor:

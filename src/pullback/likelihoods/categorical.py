@@ -135,7 +135,8 @@ class Categorical(Likelihood):
             raise PullbackError(
                 "Categorical does not fit the model's output",
                 f"axis {dim} of shape {tuple(z.shape)} does not hold two or more classes",
-                "Set Categorical(dim=...), or use Bernoulli for a single logit",
+                "Set Categorical(dim=...), or use Bernoulli for a single logit; if these are the "
+                "classes of one sample, give the model a batch, x[None]",
             )
         return axis
 

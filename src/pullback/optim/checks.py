@@ -174,14 +174,6 @@ def warn_derivatives(stacklevel: int) -> None:
     )
 
 
-def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int) -> None:
-    """Warn where ∂loss/∂z at the outputs z, samples first, is certainly of another loss."""
-    reason = metric.mismatch(z, cotangent)
-    if reason:
-        message = f"The metric does not fit the loss: {reason}."
-        warnings.warn(message, RuntimeWarning, stacklevel + 1)
-
-
 @dataclass
 class GrowthWatch:
     """The first loss of a training, and how many losses in a row were above ten times it."""

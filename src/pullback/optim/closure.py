@@ -28,8 +28,8 @@ from .checks import (
     find_user_stacklevel,
     refuse_sparse,
     warn_derivatives,
-    warn_mismatch,
 )
+from .loss_checks import warn_mismatch, warn_missing_batch_axis
 from .outputs import Outputs
 from .problem import Displace, StepProblem
 
@@ -262,7 +262,7 @@ class ClosureProblem(StepProblem):
                 )
                 is_counted = metric.counted(linearization.value, cotangent)
                 self._with_cotangents.append((linearization, cotangent))
-                self._check_metric(metric, linearization, cotangent)
+                self._check_metric(metric, call, linearization, cotangent)
             replayed.append(ReplayedCall(call, linearization, cotangent, is_counted))
         self._warn_unmeasured([each.linearization for each in replayed])
         return replayed
@@ -272,12 +272,19 @@ class ClosureProblem(StepProblem):
         return cotangent
 
     def _check_metric(
-        self, metric: Metric, linearization: ModuleLinearization, cotangent: Tensor
+        self, metric: Metric, call: Call, linearization: ModuleLinearization, cotangent: Tensor
     ) -> None:
         """Warn once where the first cotangent is certainly that of another loss."""
-        if self._memory.should_warn(ClosureWarning.METRIC_MISMATCH):
-            z = linearization.value.to(linearization.graph.dtype)  # in its own precision
-            warn_mismatch(metric, z, cotangent, find_user_stacklevel())
+        if not self._memory.should_warn(ClosureWarning.METRIC_MISMATCH):
+            return
+        z = linearization.value.to(linearization.graph.dtype)  # in its own precision
+        loss = None
+        if len(self._calls) == 1:
+            loss = self.loss
+        stacklevel = find_user_stacklevel()
+        warn_mismatch(metric, z, cotangent, self._outputs.reduction or "mean", stacklevel, loss)
+        if call.output is not None:
+            warn_missing_batch_axis(call.output, call.tensors, stacklevel)
 
     def _weigh_sample(self, replayed: Sequence[ReplayedCall], metric: Metric) -> float:
         """The weight of one sample in the metric: 1, or 1 over all samples for a mean."""

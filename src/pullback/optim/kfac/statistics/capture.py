@@ -37,7 +37,8 @@ from ...._core.space import compute_dtype
 from ....grams.kronecker.packed_matrix import FactorMatrix
 from ....maps.record import ForwardRecord, ModelLayers, RecordedPass, find_factor_layer
 from ....maps.roles import assign_roles
-from ...checks import find_user_stacklevel, warn_derivatives, warn_mismatch
+from ...checks import find_user_stacklevel, warn_derivatives
+from ...loss_checks import warn_mismatch, warn_missing_batch_axis
 from ..assignment import Assignment
 from ..factors.block import BlockKey, FactorKey
 from ..options import Options
@@ -442,7 +443,7 @@ class StatisticsCapture:
         slope = received.cotangent.detach()
         random = self.generator(slope.device)
         assert received.output is not None
-        self._check_loss(received.output, slope, random)
+        self._check_loss(received.output, slope, received.inputs, random)
         self.pool.calls += 1
         deferred = self._can_defer_count(received, slope)
         retain = deferred and not received.is_large
@@ -540,7 +541,9 @@ class StatisticsCapture:
 
         return note_use
 
-    def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
+    def _check_loss(
+        self, z: Tensor, slope: Tensor, inputs: Sequence[Tensor], random: torch.Generator
+    ) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
         options = self._options
         if self._checks_left == 0:
@@ -548,7 +551,9 @@ class StatisticsCapture:
         value = move_samples_first(z, options.batch_dim)
         cotangent = move_samples_first(slope, options.batch_dim)
         if self._checks_left == _LIMITS.checks:
-            warn_mismatch(options.metric, value, cotangent, find_user_stacklevel())
+            stacklevel = find_user_stacklevel()
+            warn_mismatch(options.metric, value, cotangent, options.reduction, stacklevel)
+            warn_missing_batch_axis(z, inputs, stacklevel)
         self._checks_left -= 1
         if options.fisher != "empirical" or options.accepts_scaled_loss:
             return
