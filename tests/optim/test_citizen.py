@@ -66,7 +66,7 @@ def test_info(samples: int) -> None:
     loss = closure().item()
     info = opt.step(closure)
     assert isinstance(info, pb.StepInfo)
-    assert info.loss == float(info) == loss
+    assert info.loss == float(info) == info.item() == loss
     assert info.accepted
     assert info.status.ok
     assert info.step_size == 1.0

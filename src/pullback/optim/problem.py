@@ -225,7 +225,7 @@ def _forward_dtype(row_blocks: Sequence[RowBlock], gram: Gram) -> torch.dtype:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The record of one step; `float(info)` is its loss.
+    """The record of one step; `float(info)` and `info.item()` are its loss.
 
     Attributes:
         loss: the loss before the step.
@@ -260,4 +260,8 @@ class StepInfo:
     coverage: tuple[Covered, ...] = ()
 
     def __float__(self) -> float:
+        return self.loss
+
+    def item(self) -> float:
+        """Return the loss, as the tensor has it that torch's optimizers return."""
         return self.loss
