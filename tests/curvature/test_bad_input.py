@@ -211,9 +211,20 @@ def test_targets_of_another_loader(change) -> None:
 
 
 def test_a_likelihood_that_is_none() -> None:
-    for likelihood in ("categorical", pb.likelihoods.Categorical):
-        with pytest.raises(PullbackError, match="not a likelihood"):
+    for likelihood in ("categorical", pb.likelihoods.Categorical, nn.CrossEntropyLoss):
+        with pytest.raises(PullbackError, match=r"not a likelihood.*Categorical\(\) for a cross"):
             fit(make_case("mlp"), likelihood=likelihood)
+
+
+def test_losses_of_torch_are_likelihoods() -> None:
+    case = make_case("mlp")
+    curvature = fit(case, likelihood=nn.CrossEntropyLoss())
+    expected = fit(case, likelihood=pb.likelihoods.Categorical())
+    data = (case.inputs, case.targets)
+    scores = pb.curvature.self_influence(curvature, data)
+    assert torch.equal(scores, pb.curvature.self_influence(expected, data))
+    with pytest.raises(PullbackError, match="has no likelihood"):
+        fit(case, likelihood=nn.L1Loss())
 
 
 def test_a_model_without_parameters() -> None:
@@ -412,6 +423,11 @@ def test_a_model_of_another_precision(tmp_path: Path) -> None:
         pb.curvature.load(tmp_path / "curvature.pt", model)
 
 
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match=r"There is no file .*curvature\.save"):
+        pb.curvature.load(tmp_path / "missing.pt", nn.Linear(4, 3))
+
+
 @pytest.mark.parametrize("contents", ["dictionary", "text", "nothing"])
 def test_a_file_that_is_no_curvature(contents: str, tmp_path: Path) -> None:
     path = tmp_path / "other.pt"
@@ -607,12 +623,6 @@ def test_a_checkpoint_of_a_longer_loader(tmp_path: Path, monkeypatch) -> None:
         fit(case, [case.data, case.data, broken], checkpoint=tmp_path / "state")
     with pytest.raises(PullbackError, match="has 2 batches, and the loader yielded 1"):
         fit(case, [case.data], checkpoint=tmp_path / "state")
-
-
-@pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss])
-def test_losses_of_torch_are_told_their_likelihood(likelihood) -> None:
-    with pytest.raises(PullbackError, match=r"Categorical\(\) for a cross entropy"):
-        fit(make_case("mlp"), likelihood=likelihood)
 
 
 def test_a_model_in_place_of_what_fit_returned() -> None:

@@ -292,6 +292,12 @@ def _read_file(path: str | Path, device: torch.device) -> dict[str, Any]:
     """Return what `Curvature.save` wrote, and refuse other files."""
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError as error:
+        raise PullbackError(
+            f"There is no file {path}",
+            f"looked in {Path.cwd()}",
+            "Check the path, or write the file by curvature.save(path)",
+        ) from error
     except (UnpicklingError, EOFError, KeyError, RuntimeError) as error:
         raise _make_foreign_file_error(path) from error
     if not isinstance(state, dict) or "fingerprint" not in state:

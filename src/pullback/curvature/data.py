@@ -188,7 +188,8 @@ def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tens
             "The targets do not fit the model's outputs",
             f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and "
             f"{_describe_item(targets)} failed: {str(error).rstrip('.')}",
-            "Check the order of (inputs, targets), the classes, dtypes and shapes of the loader",
+            "Check the order of (inputs, targets), the axis of classes (the last: Categorical()), "
+            "dtypes and shapes of the loader",
         ) from error
     if losses.ndim == 0 or len(losses) != len(outputs):
         raise PullbackError(

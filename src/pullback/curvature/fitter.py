@@ -17,7 +17,7 @@ from .._core.errors import PullbackError, describe_value, refuse_unknown, requir
 from .._core.groups import find_processes
 from .._core.processes import Processes
 from .._core.space import ParameterSpace
-from ..likelihoods import Likelihood
+from ..likelihoods import Likelihood, from_loss
 from .capture import BatchTangent, CoverageRow, make_call
 from .checkpoint import Checkpoint, PassState, refuse_fewer_batches
 from .checks import (
@@ -241,7 +241,7 @@ def fit(
     model: nn.Module,
     loader: Any,
     *,
-    likelihood: Likelihood,
+    likelihood: Likelihood | Callable[..., Tensor],
     structure: str | CurvatureStructure = "ekfac",
     output: Any = None,
     group: ProcessGroup | None = None,
@@ -261,7 +261,8 @@ def fit(
         loader: yields (inputs, targets), or is one such pair. It is read once, and a second time
             for "ekfac". Inputs are a tensor, a tuple of arguments or a mapping of keywords. With
             several processes each gives its own share of the data.
-        likelihood: what the outputs are parameters of, such as `Categorical()`.
+        likelihood: what the outputs are parameters of, such as `Categorical()`; or a loss of torch,
+            such as `nn.CrossEntropyLoss()`, whose classes are on axis 1.
         structure: "kfac" for Kronecker factors per layer; "ekfac" for their eigenbases with the
             second moments of the gradients as eigenvalues; "diagonal"; "exact" for all of G, in
             the space of parameters or of samples.
@@ -281,7 +282,7 @@ def fit(
     """
     require(isinstance(model, nn.Module), "The model", model, "Call fit(model, loader, ...)")
     chosen_structure = _resolve_structure(structure)
-    _refuse_no_likelihood(likelihood)
+    chosen_likelihood = _resolve_likelihood(likelihood)
     if draws is not None:
         require_number("The number of draws", draws, least=1, whole=True)
     if checkpoint is not None:
@@ -303,7 +304,7 @@ def fit(
     exact_outputs = FIT_LIMITS.exact_outputs
     if chosen_structure is CurvatureStructure.EXACT:
         exact_outputs = None
-    columns = FisherColumns(likelihood, draws, seed, exact_outputs)
+    columns = FisherColumns(chosen_likelihood, draws, seed, exact_outputs)
     fitter = Fitter(network, select_parameters(network, names), columns, output, processes)
     key = f"{chosen_structure.value} {columns} {fitter.space.names} {fingerprint.sums}"
     saved = Checkpoint(checkpoint, f"{key} {processes.size}", processes)
@@ -319,7 +320,7 @@ def fit(
     saved.remove()
     return Curvature(
         model=network,
-        likelihood=likelihood,
+        likelihood=chosen_likelihood,
         structure=chosen_structure,
         space=fitter.space,
         blocks=tuple(blocks),
@@ -338,14 +339,19 @@ def _resolve_structure(structure: str | CurvatureStructure) -> CurvatureStructur
     return CurvatureStructure(structure)
 
 
-def _refuse_no_likelihood(likelihood: object) -> None:
-    if not isinstance(likelihood, Likelihood):
+def _resolve_likelihood(likelihood: Any) -> Likelihood:
+    """Return a likelihood, or that of a loss of torch."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, type) or not callable(likelihood):
         raise PullbackError(
             "This is not a likelihood",
             f"got {describe_value(likelihood)}",
             "Pass an object of pb.likelihoods: Categorical() for a cross entropy (classes on the "
             "last axis), Gaussian() for a squared error, Bernoulli() or Poisson()",
         )
+    loss: Callable[..., Any] = likelihood
+    return from_loss(loss)
 
 
 def _resolve_names(
