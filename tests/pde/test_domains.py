@@ -462,6 +462,26 @@ def test_where() -> None:
     assert len(over.sample(100, "grid")) == 100
 
 
+def test_where_by_names() -> None:
+    by_names = square.boundary.where(lambda x, y: (y < 1) & (x == 0))
+    by_points = square.boundary.where(lambda points: (points[:, 1] < 1) & (points[:, 0] == 0))
+    assert torch.equal(by_names.sample(20).x, by_points.sample(20).x)
+    with pytest.raises(PullbackError, match=r"no coordinate 'z'.*x, y"):
+        square.boundary.where(lambda x, z: x < z)
+
+
+def test_parts_of_a_boundary_are_joined() -> None:
+    joined = square.face("x", "low") | square.face("y", "low") | square.face("y", "high")
+    assert joined.measure == 3
+    points = joined.sample(30)
+    assert points.normals is not None
+    assert bool((points.x[:, 0] < 1).all())
+    middles_of_right_and_left = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+    assert joined.contains(middles_of_right_and_left).tolist() == [False, True]
+    with pytest.raises(PullbackError, match="different coordinates"):
+        _ = joined | Interval(0, 1).face("x", "low")
+
+
 def test_membership_has_a_tolerance() -> None:
     x = torch.tensor([[1.0], [1.0 + 1e-12], [1.001], [-1e-12]], dtype=torch.float64)
     assert Interval(0, 1).contains(x).tolist() == [True, True, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,15 @@ def test_refusals(name: str) -> None:
 def test_a_device_that_is_missing() -> None:
     with pytest.raises(PullbackError, match="'cuda' cannot be used"):
         solve(device="cuda")
+
+
+def test_functions_of_single_numbers_get_a_note() -> None:
+    equation = pde.Equation(lambda u, x: u.xx + math.sin(x))
+    with pytest.raises(ValueError, match="scalar") as info:
+        pde.solve(
+            pde.Problem(LINE, [equation, pde.Dirichlet(0.0)]), pde.mlp(1, 3, 1, seed=0), steps=1
+        )
+    assert "write torch.sin, not math.sin" in info.value.__notes__[0]
 
 
 def test_usable_ones_pass() -> None:

@@ -67,7 +67,9 @@ class Domain(Region):
         # what is cached holds functions, which do not pickle, and is built again on demand
         return {k: v for k, v in self.__dict__.items() if k not in _CACHED}
 
-    def __or__(self, other: Domain) -> Domain:
+    def __or__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: Domain
+    ) -> Domain:
         if isinstance(other, Domain):
             return Union(self, other)
         return NotImplemented

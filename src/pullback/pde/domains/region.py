@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..arguments import check_count, check_names, check_points, check_seed, require
+from ..arguments import check_count, check_names, check_points, check_seed, index_of, require
 from .patch import Patch, draw_points, drop_empty, place_quadrature
 from .sampling import Points, Sampler, find_sampler
 
-Predicate = Callable[[Tensor], Tensor]
+Predicate = Callable[..., Tensor]
 Inside = Callable[[Tensor, float], Tensor]
 
 
@@ -107,17 +108,40 @@ class Region(ABC):
     def where(self, predicate: Predicate) -> Region:
         """The part of the region where `predicate(x)`, (N, d) ↦ (N,) bool, is true.
 
+        A predicate of several arguments gets coordinates by name: `lambda x, y: x + y < 1`.
+
         Its measure is the accepted share of this region's, estimated on a fixed Sobol sequence.
         """
         return PatchRegion(
             self.names,
             drop_empty(
-                [p.only(lambda x, _: evaluate_mask(predicate, x)) for p in self.patches],
+                [
+                    p.only(lambda x, _: evaluate_mask(predicate, x, self.names))
+                    for p in self.patches
+                ],
                 "The part of a region for which the predicate is true",
             ),
             self.low,
             self.high,
-            lambda x, tol: self.inside(x, tol) & evaluate_mask(predicate, x),
+            lambda x, tol: self.inside(x, tol) & evaluate_mask(predicate, x, self.names),
+        )
+
+    def __or__(self, other: Region) -> Region:
+        """Both parts, such as two faces of a box; a condition weighs twice where they overlap."""
+        if not isinstance(other, Region):
+            return NotImplemented
+        if self.names != other.names:
+            raise PullbackError(
+                "The parts have different coordinates",
+                f"got ({', '.join(self.names)}) and ({', '.join(other.names)})",
+                "Join parts of one domain",
+            )
+        return PatchRegion(
+            self.names,
+            [*self.patches, *other.patches],
+            torch.minimum(self.low, other.low),
+            torch.maximum(self.high, other.high),
+            lambda x, tol: self.inside(x, tol) | other.inside(x, tol),
         )
 
 
@@ -217,7 +241,7 @@ class PointSet(Region):
         return Points(self.x, self.weights)
 
     def where(self, predicate: Predicate) -> PointSet:
-        chosen = evaluate_mask(predicate, self.x)
+        chosen = evaluate_mask(predicate, self.x, self.names)
         if not chosen.any():
             raise PullbackError(
                 "No point of the set is left", "the predicate is false on all", "Change it"
@@ -280,15 +304,30 @@ class Pairs:
         return points, Points(x, points.weights, normals)
 
 
-def evaluate_mask(predicate: Predicate, x: Tensor) -> Tensor:
-    """Return predicate(x); raise if it is no mask of the points."""
+def evaluate_mask(predicate: Predicate, x: Tensor, names: Sequence[str]) -> Tensor:
+    """Return predicate(x), or that of coordinates by name; raise if it is no mask of the points."""
     require(callable(predicate), "The predicate", predicate, "Pass a function (N, d) ↦ (N,) bool")
-    mask = predicate(x)
+    requested = _list_required_names(predicate)
+    if len(requested) > 1:
+        mask = predicate(**{name: x[:, index_of(name, names)] for name in requested})
+    else:
+        mask = predicate(x)
     if not isinstance(mask, Tensor):
         _refuse_mask(mask, len(x))
     if mask.shape != x.shape[:1] or mask.dtype != torch.bool:
         _refuse_mask(f"shape {tuple(mask.shape)} of {mask.dtype}", len(x))
     return mask
+
+
+def _list_required_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that a call must give; none for a built-in function."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [p for p in parameters if p.default is inspect.Parameter.empty]
+    return [p.name for p in required if p.kind in named_kinds]
 
 
 def _refuse_mask(description: object, count: int) -> NoReturn:

@@ -90,7 +90,8 @@ class Condition(ABC):
             raise PullbackError(
                 f"The region of {self.name!r} is not usable",
                 f"{needed} are needed, got {region!r}",
-                "Use domain.pairs(axis) for Periodic, and a boundary, face or part for the others",
+                "Use domain.pairs(axis) for Periodic, and a boundary, a face or a part for the "
+                "others; join several by face | face",
             )
         return region
 

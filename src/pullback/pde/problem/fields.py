@@ -235,7 +235,11 @@ def call_by_name(function: Callable[..., Any], offered: Mapping[str, Any], what:
         _refuse_parameter(parameter, offered, what)
         if parameter.name in offered:
             arguments[parameter.name] = offered[parameter.name]
-    return function(**arguments)
+    try:
+        return function(**arguments)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"{what} gets tensors of many points: write torch.sin, not math.sin")
+        raise
 
 
 def _refuse_parameter(parameter: inspect.Parameter, offered: Mapping[str, Any], what: str) -> None:
