@@ -126,6 +126,7 @@ def test_verdicts_say_what_is_missing() -> None:
     assert "would" not in replace(ended, relative=9e-9).text
     falling = replace(ended, falling=0.034)
     assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in falling.text
+    assert "all 9 steps were taken; residuals" in replace(falling, relative=9e-9).text
     assert not replace(falling, stop=Stop(StopReason.CALLBACK)).alarming
     assert not replace(falling, stop=Stop(StopReason.TOLERANCE_REACHED, 0.1)).alarming
     stuck = replace(ended, stop=Stop(StopReason.LOSS_LEVEL, 50), stuck=True)

@@ -188,7 +188,7 @@ class PDEVerdict:
             advice = "Compare two solutions by check(against=)"
             return f"{self.reason}; no residual says how good it is. {advice}"
         pace = ""
-        if self.ended_early:
+        if self.ended_early and self.relative > self.exact:
             pace = f" while the loss fell by {self.falling:.0%} a step"
         return f"{self.name}: {self.reason}{pace}; {self._numbers}{self._attempts}{self._remedy}"
 
