@@ -130,6 +130,7 @@ def test_verdicts_say_what_is_missing() -> None:
     assert not replace(falling, stop=Stop(StopReason.CALLBACK)).alarming
     assert not replace(falling, stop=Stop(StopReason.TOLERANCE_REACHED, 0.1)).alarming
     stuck = replace(ended, stop=Stop(StopReason.LOSS_LEVEL, 50), stuck=True)
+    assert "another may contradict it" in replace(stuck, relative=0.1, fresh_loss=1e-9).text
     assert stuck.alarming
     assert "of their terms; the error is unknown. A wider or deeper network would" in stuck.text
     single = replace(stuck, exact=exact_level(torch.finfo(torch.float32).eps))

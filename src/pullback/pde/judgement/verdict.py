@@ -57,7 +57,8 @@ _REMEDIES = {
         "seed by check(against=)"
     ),
     Outcome.STALLED: (
-        "Try another seed, a wider or deeper network, slabs= or another weight= first"
+        "Try another seed, a wider or deeper network, slabs= or another weight= first. If check() "
+        "shows that one condition alone is missed, another may contradict it"
     ),
     Outcome.UNFINISHED: "Give more steps= or a larger budget=",
 }
