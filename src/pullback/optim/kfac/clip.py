@@ -55,11 +55,12 @@ class KLClip:
             length = _measure_exact_length(shares, curvature, params)
             self._shorten(shares, clip_factor(length, self.limit))
         elif shares:
-            self._follow_lengths(shares, gradients, curvature, params, state, is_void)
+            self._follow_lengths(shares, measured, gradients, curvature, params, state, is_void)
 
     def _follow_lengths(
         self,
         shares: Sequence[Share],
+        measured: set[str],
         gradients: Tensors,
         curvature: KFACState,
         params: ModelParameters,
@@ -67,7 +68,6 @@ class KLClip:
         is_void: Tensor | None,
     ) -> None:
         """Shorten steps by lengths that are updated from those of the last step, and store them."""
-        measured = names_of(curvature.measured_keys)
         for share in shares:
             share.lengths = [get_length_buffer(params.by_name[n], state) for n in share.names]
         if self.is_stale:

@@ -715,10 +715,12 @@ class KFAC(Optimizer):
         It is not asked where the directions of a deferred step tell, and guard averages too.
         """
         squares = self.rule.squares_gradients
-        averages_come_first = means and not self._replicas.can_postpone_averages(guard)
-        if squares or not guard.is_deferred or averages_come_first:
-            return guard.holds_finite(list(gradients.values()), squares=squares)
-        return True
+        is_needed = squares or not guard.is_deferred
+        if means and not is_needed:
+            is_needed = not self._replicas.can_postpone_averages(guard)
+        if not is_needed:
+            return True
+        return guard.holds_finite(list(gradients.values()), squares=squares)
 
     def _update_averages(self, pending: PendingStatistics, gradients: Tensors) -> None:
         """Take statistics up into the averages, once."""
