@@ -35,6 +35,7 @@ class SpinChain:
         moves: proposals between two samples of a chain.
         lr: learning rate, which falls to a tenth along a cosine.
         measure: samples of the final energy.
+        seconds: goal for the whole run by the clock, or None.
     """
 
     name: str
@@ -48,6 +49,13 @@ class SpinChain:
     moves: int
     lr: float
     measure: int
+    seconds: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what results depend on."""
+        settings = dict(vars(self))
+        del settings["seconds"]
+        return settings
 
     def hamiltonian(self) -> vmc.Hamiltonian:
         """The Hamiltonian on its ring."""
@@ -57,6 +65,13 @@ class SpinChain:
         return vmc.Heisenberg(lattice)
 
 
+#: claims that did not hold in the full runs: one estimate was 1.2e-6 ± 0.6e-6, one run took 71 s
+_MISSED = frozenset(
+    {
+        "ising-20-minute: every seed within 1e-06",
+        "ising-20-minute: training and measurement within 60 s on two threads",
+    }
+)
 #: relative error that the quick version reaches
 _QUICK_TARGET = 1e-3
 
@@ -73,6 +88,20 @@ CHAINS = (
         moves=20,
         lr=0.08,
         measure=4_000_000,
+    ),
+    SpinChain(
+        name="ising-20-minute",
+        sites=20,
+        model="ising",
+        exact=-2 / math.sin(math.pi / 40),
+        target=1e-6,
+        features=9,
+        steps=400,
+        samples=2000,
+        moves=8,
+        lr=0.1,
+        measure=1_200_000,
+        seconds=60.0,
     ),
     SpinChain(
         name="heisenberg-22",
@@ -135,10 +164,12 @@ class QuantumSpins(Experiment):
     )
     seeds: Sequence[int] = tuple(range(6))
     threads: int | None = 2
+    open_parts: frozenset[str] = frozenset({"chains"})
     chains: Sequence[SpinChain] = CHAINS
 
     def config(self, quick: bool) -> dict[str, Any]:
-        return {"chains": [vars(self._reduce_if_quick(chain, quick)) for chain in self.chains]}
+        chains = [self._reduce_if_quick(chain, quick) for chain in self.chains]
+        return {"chains": {chain.name: chain.describe() for chain in chains}}
 
     def _reduce_if_quick(self, chain: SpinChain, quick: bool) -> SpinChain:
         if not quick:
@@ -160,6 +191,7 @@ class QuantumSpins(Experiment):
         network = vmc.Rbm(vmc.Chain(sized.sites), sized.features, bias=False).double()
         hamiltonian = sized.hamiltonian()
         start = time.perf_counter()
+        processor_start = time.process_time()
         outcome = vmc.minimize(
             hamiltonian,
             network,
@@ -175,6 +207,7 @@ class QuantumSpins(Experiment):
             device=context.device,
         )
         seconds = time.perf_counter() - start
+        processor_seconds = time.process_time() - processor_start
         training_seconds = outcome.history.spent
         scale = abs(sized.exact)
         return {
@@ -184,6 +217,7 @@ class QuantumSpins(Experiment):
             "verdict": outcome.verdict.name,
             "training_seconds": training_seconds,
             "measuring_seconds": seconds - training_seconds,
+            "processor_seconds": processor_seconds,
             "state_error": (compute_exact_energy(hamiltonian, network) - sized.exact) / scale,
             "steps": len(outcome.history),
         }
@@ -206,11 +240,14 @@ class QuantumSpins(Experiment):
             reached = sum(error <= target for error in errors)
             claim = f"{chain.name}: every seed within {target:.0e}"
             numbers = f"{reached} of {len(errors)}, at most {max(errors):.1e}"
-            checks.append(Check(claim, reached == len(errors), numbers))
+            held = claim not in _MISSED
+            checks.append(Check(claim, reached == len(errors), numbers, recorded=held))
             state_errors = [run["state_error"] for run in runs]
             claim = f"{chain.name}: the exact energy of every state within {target:.0e}"
             numbers = f"at most {max(state_errors):.1e}"
             checks.append(Check(claim, max(state_errors) <= target, numbers))
+            if chain.seconds is not None and not results.quick:
+                checks.append(_judge_seconds(chain.name, chain.seconds, runs))
         return checks
 
     def tables(self, results: Results) -> list[Table]:
@@ -239,6 +276,15 @@ class QuantumSpins(Experiment):
             "measurement, s",
         ]
         return [Table(columns, rows, "Ground energies")]
+
+
+def _judge_seconds(name: str, goal: float, runs: Sequence[Record]) -> Check:
+    """Return whether training and measurement together took at most so many seconds."""
+    seconds = [run["training_seconds"] + run["measuring_seconds"] for run in runs]
+    claim = f"{name}: training and measurement within {goal:g} s on two threads"
+    numbers = f"at most {max(seconds):.0f} s"
+    held = claim not in _MISSED
+    return Check(claim, max(seconds) <= goal, numbers, recorded=held, of_paper=False)
 
 
 EXPERIMENTS = (QuantumSpins(),)
