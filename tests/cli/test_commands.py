@@ -271,6 +271,7 @@ def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
     assert "warning_problem.py:" not in outcome.stderr
 
 
+@pytest.mark.slow
 def test_solve_ends_at_round_off() -> None:
     solution = pde.solve(pde.Poisson(dim=1), pde.mlp(1, 12, 1, seed=0), steps=300, progress=False)
     assert solution.verdict.stop.reason is StopReason.ROUNDOFF_REACHED

@@ -49,7 +49,13 @@ def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool
     return vector(model)
 
 
-@pytest.mark.parametrize("kfac", [NATURAL, SPECTRAL], ids=["natural", "spectral"])
+@pytest.mark.parametrize(
+    "kfac",
+    [
+        pytest.param(NATURAL, id="natural", marks=pytest.mark.slow),
+        pytest.param(SPECTRAL, id="spectral"),
+    ],
+)
 def test_accumulated_batches_are_one(kfac: dict[str, Any]) -> None:
     torch.testing.assert_close(train_accelerated(0, 1, kfac), by_hand(kfac), rtol=1e-10, atol=1e-10)
 

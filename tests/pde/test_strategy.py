@@ -75,6 +75,7 @@ def test_another_network_is_tried_if_the_first_one_creeps() -> None:
     assert solution.history.seconds[0] > 0
 
 
+@pytest.mark.slow
 def test_another_network_is_tried_above_the_tolerance() -> None:
     """Three neurons are stuck at an error that is more than was asked for."""
     network = pde.mlp(1, 3, 1, seed=0)
@@ -84,6 +85,7 @@ def test_another_network_is_tried_above_the_tolerance() -> None:
     assert solution.network is network
 
 
+@pytest.mark.slow
 def test_looks_do_not_change_a_run_that_starts_anew() -> None:
     limits = Limits(steps=120, tol=None, patience=12, budget=None)
     settings = Settings(
