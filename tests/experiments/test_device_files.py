@@ -9,10 +9,10 @@ import pytest
 
 from pullback import PullbackError
 from pullback_experiments import registry
-from pullback_experiments.attribution.halves import MULTIPLES, name_relative
-from pullback_experiments.attribution.parts import FULL
-from pullback_experiments.attribution.retrained_images import name_rounds
-from pullback_experiments.curvature import device_files
+from pullback_experiments.curvature.device.images import name_rounds
+from pullback_experiments.curvature.influence import device_files
+from pullback_experiments.curvature.retraining.halves import MULTIPLES, name_relative
+from pullback_experiments.curvature.sizes import FULL
 from pullback_experiments.framework import executor
 
 TIMED = {"fit": {"seconds": 2.0, "gigabytes": 1.0}, "score": {"seconds": 1.0, "gigabytes": 3.0}}

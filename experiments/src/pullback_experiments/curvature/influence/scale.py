@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from ..attribution.parts import FULL, TINY, Sizes
-from ..attribution.timing import PRECISIONS, time_decoder, time_growth, time_resnet
-from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
-from ..framework.store import Results
-from ..framework.tabular import Table
+from ...framework.check import Check
+from ...framework.experiment import Context, Experiment, Item
+from ...framework.store import Results
+from ...framework.tabular import Table
+from ..device.timing import PRECISIONS, time_decoder, time_growth, time_resnet
+from ..sizes import FULL, TINY, Sizes
 from .part_items import PartNumbers, PartWork, run_part
 
 PARTS: dict[str, PartWork] = {

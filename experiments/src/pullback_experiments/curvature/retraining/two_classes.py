@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .parts import Sizes
+from ..sizes import Sizes
 
 if TYPE_CHECKING:
-    from ..learning.data import DataSet
+    from ...learning.data import DataSet
 
 #: of CIFAR-10's channels
 _MEAN = (0.4914, 0.4822, 0.4465)
@@ -75,7 +75,7 @@ class TwoClasses:
     @classmethod
     def _generate(cls, sizes: Sizes) -> TwoClasses:
         """Return made-up images of two classes."""
-        from ..learning import data
+        from ...learning import data
 
         images = data.generate_pictures((3, 32, 32), 2, sizes.images + sizes.cifar_queries)
         return cls(images.x, images.y, images.test_x, images.test_y)
@@ -88,7 +88,7 @@ class TwoClasses:
 
 def read_two_classes(classes: tuple[int, int] = (3, 5)) -> DataSet:
     """Return cats and dogs of CIFAR-10, labels 0 and 1."""
-    from ..learning import data
+    from ...learning import data
 
     images = data.cifar10()
     is_chosen = (images.y == classes[0]) | (images.y == classes[1])

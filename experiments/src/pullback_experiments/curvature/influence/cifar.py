@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pullback.curvature.scores import DEFAULT_DAMPING
 
-from ..attribution.halves import MULTIPLES, name_relative
-from ..attribution.image_training import RECIPES
-from ..attribution.parts import FULL, TINY, Sizes
-from ..attribution.retrained_images import (
+from ...framework.check import Check
+from ...framework.experiment import Context, Experiment, Item
+from ...framework.store import Results
+from ...framework.tabular import Table
+from ...learning import data
+from ..device.images import (
     name_rounds,
     score_cifar,
     score_dampings,
     score_trak,
 )
-from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
-from ..framework.store import Results
-from ..framework.tabular import Table
-from ..learning import data
-from .datamodeling import check_scores, draw_scores, tabulate_dampings
+from ..retraining.halves import MULTIPLES, name_relative
+from ..retraining.image_training import RECIPES
+from ..sizes import FULL, TINY, Sizes
+from .comparison import check_scores, draw_scores, tabulate_dampings
 from .part_items import PartNumbers, run_part
 
 if TYPE_CHECKING:

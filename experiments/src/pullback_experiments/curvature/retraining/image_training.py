@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pullback.curvature import margin
 
-from .cifar import TwoClasses
 from .networks import average_resnet9, resnet9
+from .two_classes import TwoClasses
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from pullback.curvature import Relative
 
-from ..attribution.halves import MULTIPLES, ExplainedModel, Halves
-from ..attribution.scores import trak
-from ..framework import plots
-from ..framework.check import Check
-from ..framework.experiment import Context
-from ..framework.tabular import Table
+from ...framework import plots
+from ...framework.check import Check
+from ...framework.experiment import Context
+from ...framework.tabular import Table
+from ..retraining.halves import MULTIPLES, ExplainedModel, Halves
+from ..retraining.scores import trak
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

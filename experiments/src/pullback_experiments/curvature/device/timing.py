@@ -12,7 +12,7 @@ from torch import nn
 import pullback as pb
 from pullback.curvature import margin
 
-from .networks import Decoder, resnet9
+from ..retraining.networks import Decoder, resnet9
 from .parts import PartContext, cut_batches
 
 

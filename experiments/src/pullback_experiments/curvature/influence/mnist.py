@@ -16,16 +16,16 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.curvature import margin
 
-from ..attribution.halves import HUGE_DAMPING, ExplainedModel, Halves
-from ..attribution.retraining import Schedule, TrainedNetworks, draw_subsets, train_networks
-from ..attribution.scores import rank
-from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
-from ..framework.store import Results
-from ..framework.tabular import Table
-from ..learning import data
-from ..learning.networks import mlp
-from .datamodeling import (
+from ...framework.check import Check
+from ...framework.experiment import Context, Experiment, Item
+from ...framework.store import Results
+from ...framework.tabular import Table
+from ...learning import data
+from ...learning.networks import mlp
+from ..retraining.halves import HUGE_DAMPING, ExplainedModel, Halves
+from ..retraining.scores import rank
+from ..retraining.stacked_networks import Schedule, TrainedNetworks, draw_subsets, train_networks
+from .comparison import (
     Methods,
     check_scores,
     draw_scores,

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .halves import ExplainedModel, Halves, list_dampings, split_subsets
-from .networks import Decoder
-from .parts import PartContext, Sizes, cut_batches
-from .retraining import Schedule, draw_subsets, train_networks
-from .scores import trak
+from ..retraining.halves import ExplainedModel, Halves, list_dampings, split_subsets
+from ..retraining.networks import Decoder
+from ..retraining.scores import trak
+from ..retraining.stacked_networks import Schedule, draw_subsets, train_networks
+from ..sizes import Sizes
+from .parts import PartContext, cut_batches
 
 
 @dataclass(frozen=True)

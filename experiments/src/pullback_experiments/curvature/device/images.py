@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pullback.curvature import Relative, margin
 
-from .cifar import TwoClasses
-from .halves import (
+from ..retraining.halves import (
     MULTIPLES,
     ExplainedModel,
     Halves,
@@ -21,7 +20,7 @@ from .halves import (
     name_relative,
     split_subsets,
 )
-from .image_training import (
+from ..retraining.image_training import (
     RECIPES,
     ImageTrainer,
     Recipe,
@@ -30,9 +29,11 @@ from .image_training import (
     measure_margins,
     train_beside,
 )
-from .parts import PartContext, Sizes, cut_batches
-from .retraining import draw_subsets
-from .scores import trak
+from ..retraining.scores import trak
+from ..retraining.stacked_networks import draw_subsets
+from ..retraining.two_classes import TwoClasses
+from ..sizes import Sizes
+from .parts import PartContext, cut_batches
 
 
 def name_rounds(count: int) -> str:

@@ -1,12 +1,13 @@
-"""Parts of `attribution.device` as items of experiments."""
+"""Parts of `curvature.device` as items of experiments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..attribution.parts import PartContext, Record, Sizes
-from ..framework.experiment import Context
+from ...framework.experiment import Context
+from ..device.parts import PartContext, Record
+from ..sizes import Sizes
 
 #: the numbers of a part, by the names that it gives them
 PartNumbers = dict[str, Any]

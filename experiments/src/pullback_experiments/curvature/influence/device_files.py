@@ -1,8 +1,10 @@
 """Records of influence from files that the parts on a GPU left.
 
-    python -m pullback_experiments.attribution.device FOLDER     # there; needs torch alone
-    python -m pullback_experiments.curvature.device_files cifar2=FOLDER trak=FOLDER --out results
-    pullback run influence-cifar --out results                   # judges and draws
+    # there; needs torch alone
+    python -m pullback_experiments.curvature.device FOLDER
+    # here; then the last command judges and draws
+    python -m pullback_experiments.curvature.influence.device_files PART=FOLDER ... --out results
+    pullback run influence-cifar --out results
 
 Every experiment whose parts are all named gets its items. Parts may be of different folders.
 """
@@ -19,10 +21,10 @@ from typing import Any
 import pullback
 from pullback import PullbackError
 
-from .. import registry
-from ..attribution.parts import Sizes
-from ..framework.experiment import Experiment
-from ..framework.store import Key
+from ... import registry
+from ...framework.experiment import Experiment
+from ...framework.store import Key
+from ..sizes import Sizes
 from . import cifar, scale, text
 from .part_items import PartNumbers
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pullback.curvature.scores import DEFAULT_DAMPING
 
-from ..attribution.halves import MULTIPLES, name_relative
-from ..attribution.parts import FULL, TINY, Sizes
-from ..attribution.text import score_text
-from ..framework.check import Check
-from ..framework.experiment import Context, Experiment, Item
-from ..framework.store import Results
-from ..framework.tabular import Table
-from ..learning import data, text
-from .datamodeling import check_lead, draw_scores, tabulate_dampings
+from ...framework.check import Check
+from ...framework.experiment import Context, Experiment, Item
+from ...framework.store import Results
+from ...framework.tabular import Table
+from ...learning import data, text
+from ..device.text import score_text
+from ..retraining.halves import MULTIPLES, name_relative
+from ..sizes import FULL, TINY, Sizes
+from .comparison import check_lead, draw_scores, tabulate_dampings
 from .part_items import PartNumbers, run_part
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Influence at scale on one GPU: `python -m pullback_experiments.attribution.device FOLDER`.
+"""Influence at scale on one GPU: `python -m pullback_experiments.curvature.device FOLDER`.
 
 It needs torch alone. Every part is a process of its own with a limit of seconds, so that one that
 fails or hangs costs itself alone. Numbers are in FOLDER/curvature.json as they come.
@@ -12,8 +12,8 @@ fails or hangs costs itself alone. Numbers are in FOLDER/curvature.json as they 
     growth      seconds and memory for other numbers of samples and parameters
 
 `cifar2` and `text` choose their settings on retrained networks that the score does not see. The
-data are `cifar2.pt` (see `cifar.save_two_classes`) and `tiny_shakespeare.txt.gz` in the folder that
-PULLBACK_DATA names.
+data are `cifar2.pt` (see `two_classes.save_two_classes`) and `tiny_shakespeare.txt.gz` in the
+folder that PULLBACK_DATA names.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
-from .parts import TINY, PartContext, Record, Sizes, describe_environment
-from .retrained_images import score_cifar, score_dampings, score_trak
+from ..sizes import TINY, Sizes
+from .images import score_cifar, score_dampings, score_trak
+from .parts import PartContext, Record, describe_environment
 from .text import score_text
 from .timing import time_decoder, time_growth, time_resnet
 

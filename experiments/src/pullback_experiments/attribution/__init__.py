@@ -1,1 +1,0 @@
-"""Attribution of predictions to training samples, and uncertainty: records of `pb.curvature`."""

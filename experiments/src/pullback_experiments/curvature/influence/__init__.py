@@ -1,0 +1,1 @@
+"""Influence of training samples: experiments that retrain, find wrong labels, and time."""

@@ -1,0 +1,1 @@
+"""Laplace posteriors beside laplace-torch, on the same trained networks."""

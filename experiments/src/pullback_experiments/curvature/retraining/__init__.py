@@ -1,0 +1,1 @@
+"""Networks trained again on halves of their data, and how well scores predict them."""
