@@ -510,6 +510,7 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
         "demo",
         "pde-honesty",
         "pde-quasi-newton",
+        "pde-stuck",
         "pde-unseen-seeds",
     }
 

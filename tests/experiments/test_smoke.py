@@ -51,6 +51,7 @@ SLOW = {
     "laplace-rotation",
     "pde-honesty",
     "pde-quasi-newton",
+    "pde-stuck",
     "pde-unseen-seeds",
     "vision-recipe",
 }
@@ -110,6 +111,7 @@ NOT_DRAWN = {
     "laplace-uci",
     "pde-honesty",
     "pde-quasi-newton",
+    "pde-stuck",
     "pde-unseen-seeds",
     "vision-recipe",
     "vmc-spins",

@@ -47,6 +47,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
     "pde_quasi_newton": ("pde-quasi-newton",),
+    "pde_stuck": ("pde-stuck",),
     "pde_unseen_seeds": ("pde-unseen-seeds",),
     "curvature": (
         "influence-mnist",

@@ -124,6 +124,7 @@ QUICK: dict[str, float] = {
     "laplace-rotation": 60,
     "pde-honesty": 20,
     "pde-quasi-newton": 5,
+    "pde-stuck": 40,
     "pde-unseen-seeds": 20,
     "vmc-spins": 25,
     "yin-2024-shallow": 10,
