@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, refuse_unknown
-from ..maps import Covered
 from .distributed_rows import DistributedRowStack
 from .forms import Dense, Gram, Kernel, Operator, Rows
 from .row_stack import RowBlock, RowStack
@@ -163,10 +162,3 @@ def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str
     if rows_fit and prefers == "rows":
         return "rows"
     return "kernel"
-
-
-def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:
-    """How each parameter's share was computed, for the forms that pull blocks back."""
-    if not row_blocks:
-        return ()
-    return tuple(row_blocks[0].coverage)

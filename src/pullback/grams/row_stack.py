@@ -88,11 +88,12 @@ class RowBlock:
         Where they would not fit the budget they are pulled back layer by layer and not kept.
         """
         may_center = self.factor.subtracts_means
+        if "pulled_covectors" in vars(self):
+            return self.pulled_covectors.kernel(budget=budget, dtype=dtype, may_center=may_center)
         covectors = self._covectors()
-        parts = []
-        if "pulled_covectors" not in vars(self):
-            parts = self.linearization.divide_pullback(covectors, budget)
-        if len(parts) <= 1:
+        parts = self.linearization.divide_pullback(covectors, budget)
+        if len(parts) == 1:
+            self.pulled_covectors = parts[0]()
             return self.pulled_covectors.kernel(budget=budget, dtype=dtype, may_center=may_center)
         count = self.samples * len(covectors)
         out = torch.zeros(count, count, dtype=dtype, device=covectors.device)
@@ -275,3 +276,10 @@ def multiply_with_itself(pulled: Sequence[Pulled], budget: int) -> Tensor:
     for i in range(count):
         lines.append(torch.cat([tiles[i, j] for j in range(count)], 1))
     return torch.cat(lines)
+
+
+def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:
+    """How each parameter's share was computed, for the forms that pull blocks back."""
+    if not row_blocks:
+        return ()
+    return tuple(row_blocks[0].coverage)

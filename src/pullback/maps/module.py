@@ -313,8 +313,6 @@ class ModuleLinearization(Linearization):
         with full_precision(self.space.device, entries=0):
             structure = self._find_structure()
         groups = structure.divide_uses(self, len(covectors), budget)
-        if len(groups) == 1:
-            return super().divide_pullback(covectors, budget)
 
         def pull_back(uses: Sequence[int], unexplained: Sequence[str]) -> Pulled:
             with full_precision(self.space.device, entries=0):

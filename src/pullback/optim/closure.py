@@ -326,7 +326,9 @@ class ClosureProblem(StepProblem):
         vectors = [white.flatten() for white in whites if white is not None]
         if len(vectors) < len(whites):
             return None
-        return torch.cat([self.space.zeros(0), *vectors])
+        if not vectors:  # a process without samples
+            return self.space.zeros(0)
+        return torch.cat(vectors)
 
     def _warn_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> None:
         """Warn once where the loss moves parameters that no measured output depends on."""

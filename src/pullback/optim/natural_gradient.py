@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from .problem import StepInfo, StepProblem, System, agrees_with_autograd
 
 #: caches, torch's hooks on the optimizer, and the function by which a scheduler counts calls
 _UNSAVED = (
+    "_inner_model",
     "_memory",
     "_growth",
     "_checked",
@@ -137,9 +139,11 @@ class NaturalGradient(Optimizer):
 
     def _set_caches(self) -> None:
         """Set all that is neither copied nor pickled: caches, and the parameters' names."""
+        #: the module behind `torch.compile` and wrappers
+        self._inner_model = unwrap_model(self.model)
         self._memory = ClosureMemory()
         self._growth = GrowthWatch()
-        self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
+        self._names = {id(p): n for n, p in self._inner_model.named_parameters()}
         self._retraction = retraction(self._retract, tuple(self._names.values()))
         #: whether the step has numbers or vectors to save
         self._keeps_state = self.rule.inner is not None or bool(
@@ -162,7 +166,7 @@ class NaturalGradient(Optimizer):
         }
         remedy = "Build the optimizer alike on all processes"
         self._processes.require_same("their options", options, remedy)
-        self._processes.broadcast_first([*unwrap_model(self.model).parameters()])
+        self._processes.broadcast_first([*self._inner_model.parameters()])
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -257,7 +261,7 @@ class NaturalGradient(Optimizer):
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters, by name, in the order of the groups; raise for others'."""
-        in_model = {id(p) for p in unwrap_model(self.model).parameters()}
+        in_model = {id(p) for p in self._inner_model.parameters()}
         active: dict[str, Any] = {}
         for p in self._list_parameters():
             if id(p) not in in_model:
@@ -355,7 +359,7 @@ class NaturalGradient(Optimizer):
         if objective is not None and batch is None:
             refuse_metric_of_objective(self.metric)
         params = self._find_trained()
-        is_single = self._processes.is_single
+        is_single = self._processes.size == 1
         if objective is not None:
             reduction = self.outputs.reduction or "mean"
             if is_single:
@@ -412,22 +416,24 @@ class NaturalGradient(Optimizer):
 
     def _make_local(self, problem: StepProblem, system: System) -> Local:
         """Return the local model of the loss, of its negative where we maximize."""
-        sign = 1.0
+        displacement = self._make_displacement(problem)
+        loss = problem.loss
+        losses = partial(problem.losses, displace=displacement.displace)
         if self.maximize:
             system = -system
-            sign = -1.0
+            loss = -problem.loss
+            losses = _negate(losses)
         self.solver.seek(self._schedule["steps"])
-        state = system.in_full_precision(self.solver.init)(system.gram)
-        displacement = self._make_displacement(problem)
+        factorized = system.factorize(self.solver)
         return Local(
-            loss=sign * problem.loss,
+            loss=loss,
             gradient=system.gradient,
-            solve=system.make_solve(self.solver, state),
-            path=system.in_full_precision(lambda: system.path(self.solver, state)),
-            inner_products=system.in_full_precision(system.gram.inner_products),
-            losses=lambda moves: sign * problem.losses(moves, displacement.displace),
+            solve=factorized.solve,
+            path=factorized.path,
+            inner_products=factorized.inner_products,
+            losses=losses,
             lr=displacement.common_rate,
-            scaled=lambda v: displacement.rate * v,
+            scaled=displacement.scale,
             state=self._recall(problem),
         )
 
@@ -526,6 +532,10 @@ class Displacement:
     common_rate: float | None
     retract: Any
 
+    def scale(self, move: Tensor) -> Tensor:
+        """Return lr·move."""
+        return self.rate * move
+
     def displace(self, origin: Mapping[str, Tensor], move: Tensor) -> dict[str, Tensor]:
         """Return the parameters after a move, by name."""
         pieces = self.space.split(self.rate * move)
@@ -534,6 +544,11 @@ class Displacement:
         if self.retract is None:
             return point
         return {**point, **self.retract(point)}
+
+
+def _negate(losses: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function moves ↦ −losses(moves)."""
+    return lambda moves: -losses(moves)
 
 
 def _default_step(lr: float | None) -> Step:

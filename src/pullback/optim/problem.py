@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -25,6 +25,21 @@ Displace = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 Solve = Callable[[Damping | None, Tensor | None], Solution]
 
 
+@dataclass(frozen=True)
+class FactorizedSystem:
+    """What a solver gives after it has factorized the Gram, with float32 products at full accuracy.
+
+    Attributes:
+        solve: (damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖².
+        path: the solution as a function of the damping; None if the solver has none.
+        inner_products: vectors (k, p) ↦ x_iᵀG x_j, (k, k).
+    """
+
+    solve: Solve
+    path: Callable[[], Path | None]
+    inner_products: Callable[[Tensor], Tensor]
+
+
 class StepProblem(ABC):
     """L and its local model at the current parameters.
 
@@ -38,11 +53,13 @@ class StepProblem(ABC):
     #: whose layers the rows may refer to
     model: nn.Module | None = None
 
+    #: ∇L, flat, once `evaluate` has run
+    gradient: Tensor
+
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self.params = params
         self.space = ParameterSpace(params)
         self.loss = float("nan")
-        self.gradient = self.space.zeros(0)
         #: NOT_REPRESENTABLE where r was asked for and does not exist
         self.whitening = Status.OK
 
@@ -124,7 +141,16 @@ class System:
         extra = None if self.extra is None else -self.extra
         return replace(self, gradient=-self.gradient, white=white, extra=extra)
 
-    def in_full_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def factorize(self, solver: Solver) -> FactorizedSystem:
+        """Let the solver factorize the Gram, and return what it then gives."""
+        state = self._in_full_precision(solver.init)(self.gram)
+        return FactorizedSystem(
+            solve=self._make_solve(solver, state),
+            path=self._in_full_precision(partial(self._find_path, solver, state)),
+            inner_products=self._in_full_precision(self.gram.inner_products),
+        )
+
+    def _in_full_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with float32 products at full accuracy, whatever TF32 allows."""
         if self.gram.device.type != "cuda":
             return function
@@ -135,10 +161,10 @@ class System:
 
         return run_in_full_precision
 
-    def make_solve(self, solver: Solver, state: Any) -> Solve:
-        """Return (damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖²."""
+    def _make_solve(self, solver: Solver, state: Any) -> Solve:
+        """Return the `solve` of `FactorizedSystem`."""
 
-        @self.in_full_precision
+        @self._in_full_precision
         def solve(damping: Damping | None, center: Tensor | None) -> Solution:
             if center is None:
                 return self._solve(solver, state, damping)
@@ -165,7 +191,7 @@ class System:
         status = from_outputs.status if from_extra.status is Status.OK else from_extra.status
         return replace(from_outputs, x=from_outputs.x + from_extra.x, status=status)
 
-    def path(self, solver: Solver, state: Any) -> Path | None:
+    def _find_path(self, solver: Solver, state: Any) -> Path | None:
         """Return the solution as a function of the damping; None if the solver has none."""
         if self.extra is None:
             return solver.path(state, self.gradient, self.white)
