@@ -1,10 +1,15 @@
 """Small tasks train, and the summary picks the best rate of each method."""
 
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import pullback as pb
 from pullback_experiments.benchmarks import small_tasks
 from pullback_experiments.benchmarks.small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
 from pullback_experiments.benchmarks.small_tasks import (
@@ -16,6 +21,7 @@ from pullback_experiments.benchmarks.small_tasks import (
     run_job,
 )
 from pullback_experiments.learning.data import available
+from tests.integrations.common import needs
 
 
 def _shorten(monkeypatch: pytest.MonkeyPatch, name: str, steps: int) -> None:
@@ -68,7 +74,49 @@ def test_kfac_and_what_depends_on_its_time_run_again(monkeypatch: pytest.MonkeyP
 
 def test_times_of_steps_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     _shorten(monkeypatch, "tabular", 6)
-    assert small_tasks.measure_step_ratio("tabular", rounds=1, steps=2) > 0
+    assert small_tasks.measure_step_ratio("tabular", portion=2) > 0
+
+
+def test_a_run_that_was_interrupted_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("ADAM_RATES", "MUON_RATES", "MULTIPLES", "VARIANT_MULTIPLES"):
+        monkeypatch.setattr(small_tasks, name, (1.0,))
+    trained: list[str] = []
+    broken_tasks = {"tabular"}
+
+    def run_job(job: Job) -> dict[str, Any]:
+        trained.append(job.task)
+        if job.task in broken_tasks:
+            raise KeyboardInterrupt
+        outcome = {"loss": 1.0, "step_seconds": 1e-3}
+        runs = dict.fromkeys(("adam 1", "muon 1", "kfac 1", "adam-longer 1"), outcome)
+        return {"task": job.task, "seed": job.seed, "step over Adam's": 2.0, "runs": runs}
+
+    monkeypatch.setattr(small_tasks, "run_job", run_job)
+    monkeypatch.setattr(small_tasks, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    path = tmp_path / "record.json"
+    command = ["--tasks", "graph,tabular", "--seeds", "1", "--resume", "--out", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        small_tasks.main(command)
+    assert [row["task"] for row in json.loads(path.read_text())["rows"]] == ["graph"]
+    broken_tasks.clear()
+    small_tasks.main(command)
+    assert trained == ["graph", "tabular", "tabular"]
+    record = json.loads(path.read_text())
+    assert [row["task"] for row in record["rows"]] == ["graph", "tabular"]
+    path.write_text(json.dumps(record | {"environment": "another machine"}))
+    with pytest.raises(pb.PullbackError, match="cannot be resumed"):
+        small_tasks.main(command)
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_takes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    _shorten(monkeypatch, "distilbert", 3)
+    assert run("distilbert", 0, "kfac", 1.0).loss < 2
 
 
 def test_the_best_rate_and_whether_it_is_at_the_edge() -> None:

@@ -1,4 +1,4 @@
-"""Fifteen small training tasks of many kinds, for `small_tasks`: ten to choose by, five aside.
+"""Small training tasks of many kinds, for `small_tasks`: ten to choose by, five aside, a Trainer's.
 
 Data are handwritten digits, characters of Shakespeare and functions that are drawn at random; every
 task trains in seconds on one core.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -439,6 +442,42 @@ def residual() -> Task:
     return make_supervised_task(model, load_digits(), classify, 64, 120)
 
 
+# --- a task that needs transformers -----------------------------------------------------------
+
+
+def distilbert() -> Task:
+    """Do a sequence's tokens weigh more than zero? A small DistilBERT; steps are the Trainer's.
+
+    Gradients are clipped at length 1, as the Trainer does by default.
+    """
+    transformers = import_module("transformers")
+    draws = generator()
+    tokens = torch.randint(2, 60, (3000, 24), generator=draws)
+    weights = torch.randn(60, generator=draws)
+    labels = (weights[tokens].sum(1) > 0).long()
+    data = Split.cut(tokens, labels, 2400)
+    config = transformers.DistilBertConfig(
+        vocab_size=60, max_position_embeddings=24, n_layers=2, n_heads=4, dim=64, hidden_dim=128
+    )
+    model = transformers.DistilBertForSequenceClassification(config)
+    with TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
+    trainer = transformers.Trainer(model, arguments)
+    trainer.current_gradient_accumulation_steps = 1  # otherwise set by trainer.train()
+
+    def train(optimizers: Sequence[Optimizer], rows: Tensor) -> None:
+        optimizers[0].zero_grad()
+        batch = {"input_ids": data.x[rows], "labels": data.y[rows]}
+        trainer.training_step(model, batch)
+        nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
+        optimizers[0].step()
+
+    def judge() -> float:
+        return measure(model, lambda: classify(model(data.held_x).logits, data.held_y))
+
+    return Task((model,), train, judge, len(data.x), 32, 80)
+
+
 #: tasks by which defaults may be chosen
 OPEN_TASKS: dict[str, Callable[[], Task]] = {
     "tabular": tabular,
@@ -460,4 +499,8 @@ ASIDE_TASKS: dict[str, Callable[[], Task]] = {
     "denoiser": denoiser,
     "residual": residual,
 }
-TASKS = OPEN_TASKS | ASIDE_TASKS
+#: tasks of other packages, where these are installed
+LIBRARY_TASKS: dict[str, Callable[[], Task]] = {}
+if find_spec("transformers") is not None and find_spec("accelerate") is not None:
+    LIBRARY_TASKS["distilbert"] = distilbert
+TASKS = OPEN_TASKS | ASIDE_TASKS | LIBRARY_TASKS
