@@ -44,6 +44,7 @@ from .checks import (
 )
 from .closure import ClosureMemory, ClosureProblem
 from .distributed import DistributedClosureProblem, DistributedObjectiveProblem
+from .foreign_arguments import NATURAL_GRADIENT_COUNTERPARTS, explain_unknown_arguments
 from .objective import Objective, ObjectiveProblem
 from .outputs import Outputs, as_outputs
 from .problem import StepInfo, StepProblem, System, agrees_with_autograd
@@ -101,6 +102,7 @@ class NaturalGradient(Optimizer):
             the metric the mean over all samples.
     """
 
+    @explain_unknown_arguments(NATURAL_GRADIENT_COUNTERPARTS)
     def __init__(
         self,
         model: nn.Module,

@@ -44,6 +44,7 @@ from ..checks import (
     refuse_model,
 )
 from ..closure import ClosureMemory, ClosureWarning
+from ..foreign_arguments import KFAC_COUNTERPARTS, explain_unknown_arguments
 from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import arguments, options, report, update
@@ -134,6 +135,7 @@ class KFAC(Optimizer):
             sent instead.
     """
 
+    @explain_unknown_arguments(KFAC_COUNTERPARTS)
     def __init__(
         self,
         model: nn.Module,
