@@ -451,7 +451,9 @@ def test_a_shortened_step(momentum: float, dtype: torch.dtype) -> None:
     expected = 0.25 * (momentum * buffer + direction)
     w = start.clone()
     buffers = [buffer.clone()] if momentum else []
-    update.move([update.Share(["w"], [w], [direction], buffers, 0.5, momentum, 0.5, 0.25)])
+    update.apply_updates(
+        [update.GroupUpdate(["w"], [w], [direction], buffers, 0.5, momentum, 0.5, 0.25)]
+    )
     tolerance = 1e-12 if dtype == DOUBLE else 2e-2
     after = 0.75 * start - 0.5 * expected
     torch.testing.assert_close(w, after, rtol=tolerance, atol=tolerance)

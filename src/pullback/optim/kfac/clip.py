@@ -22,7 +22,7 @@ from ...steps.wrappers import clip_factor
 from .factors.block import names_of
 from .stacks import Tensors
 from .state import KFACState
-from .update import Share, State
+from .update import GroupUpdate, State
 
 
 class KLClip:
@@ -30,36 +30,40 @@ class KLClip:
 
     Args:
         limit: δ.
-        is_exact: whether directions are no F⁻¹g, so that lengths are computed at each step.
+        measures_every_step: whether lengths are computed from the averages at each step, and not
+            carried from one step to the next. A step that a closure controls is no F⁻¹g, for
+            which alone FΔ = g holds.
     """
 
-    def __init__(self, limit: float, *, is_exact: bool = False) -> None:
+    def __init__(self, limit: float, *, measures_every_step: bool = False) -> None:
         self.limit = limit
-        self._is_exact = is_exact
+        self._measures_every_step = measures_every_step
         #: whether F has changed since lengths were computed
         self.is_stale = False
 
     def apply(
         self,
-        shares: Sequence[Share],
+        updates: Sequence[GroupUpdate],
         gradients: Tensors,
         curvature: KFACState,
         params: ModelParameters,
         state: State,
         is_void: Tensor | None,
     ) -> None:
-        """Shorten the steps ηm' of all shares to ηc·m' with η²c²·m'ᵀFm' ≤ δ."""
+        """Shorten the steps ηm' of all updates to ηc·m' with η²c²·m'ᵀFm' ≤ δ."""
         measured = names_of(curvature.measured_keys)
-        shares = [share for share in shares if not measured.isdisjoint(share.names)]
-        if self._is_exact:
-            length = _measure_exact_length(shares, curvature, params)
-            self._shorten(shares, clip_factor(length, self.limit))
-        elif shares:
-            self._follow_lengths(shares, measured, gradients, curvature, params, state, is_void)
+        updates = [update for update in updates if not measured.isdisjoint(update.names)]
+        if self._measures_every_step:
+            length = _measure_length(updates, curvature, params)
+            self._shorten(updates, clip_factor(length, self.limit))
+        elif updates:
+            self._shorten_by_carried_lengths(
+                updates, measured, gradients, curvature, params, state, is_void
+            )
 
-    def _follow_lengths(
+    def _shorten_by_carried_lengths(
         self,
-        shares: Sequence[Share],
+        updates: Sequence[GroupUpdate],
         measured: set[str],
         gradients: Tensors,
         curvature: KFACState,
@@ -67,43 +71,50 @@ class KLClip:
         state: State,
         is_void: Tensor | None,
     ) -> None:
-        """Shorten steps by lengths that are updated from those of the last step, and store them."""
-        for share in shares:
-            share.lengths = [get_length_buffer(params.by_name[n], state) for n in share.names]
+        """Shorten steps by m'ᵀFm', which follows from the stored mᵀFm of the last; store it."""
+        for update in updates:
+            update.length_buffers = [
+                get_length_buffer(params.by_name[n], state) for n in update.names
+            ]
         if self.is_stale:
-            _recompute_lengths(shares, curvature, params)
-        squares = [_find_squared_lengths(share, gradients, params, measured) for share in shares]
+            _recompute_lengths(updates, curvature, params)
+        squared_lengths = [
+            _find_squared_lengths(update, gradients, params, measured) for update in updates
+        ]
         if self.is_stale:
-            _measure_undamped_ratios(shares, squares, curvature, params)
+            _measure_undamped_ratios(updates, squared_lengths, curvature, params)
             self.is_stale = False
-        factor = clip_factor(_sum_undamped(shares, squares), self.limit)
-        self._shorten(shares, factor)
-        for share, lengths in zip(shares, squares, strict=True):
-            _store_lengths(share, lengths * factor.square().to(lengths), is_void)
+        factor = clip_factor(_sum_without_damping(updates, squared_lengths), self.limit)
+        self._shorten(updates, factor)
+        for update, lengths in zip(updates, squared_lengths, strict=True):
+            _store_lengths(update, lengths * factor.square().to(lengths), is_void)
 
-    def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
-        """Set the factor c of each share; on a device the host does not know it.
+    def _shorten(self, updates: Sequence[GroupUpdate], factor: Tensor) -> None:
+        """Shorten each update by the factor c.
 
-        There directions Δ are replaced by cΔ + (c − 1)μm, for which m' is c(μm + Δ).
+        On a device the host does not know c: there directions Δ are replaced by cΔ + (c − 1)μm,
+        for which m' is c(μm + Δ).
         """
         if not factor.is_cuda:
-            for share in shares:
-                share.factor = float(factor)
+            for update in updates:
+                update.shortening = float(factor)
             return
-        for share in shares:
-            directions = torch._foreach_mul(share.directions, factor)
-            if share.momentum:
-                change = torch._foreach_mul(share.buffers, (factor - 1) * share.momentum)
+        for update in updates:
+            directions = torch._foreach_mul(update.directions, factor)
+            if update.momentum:
+                change = torch._foreach_mul(update.momenta, (factor - 1) * update.momentum)
                 torch._foreach_add_(directions, change)
-            share.directions = list(directions)
+            update.directions = list(directions)
 
 
-def _sum_undamped(shares: Sequence[Share], squares: Sequence[Tensor]) -> Tensor:
-    """Return η²·ρ·m'ᵀFm' over all shares, from what each parameter adds to m'ᵀFm'."""
+def _sum_without_damping(
+    updates: Sequence[GroupUpdate], squared_lengths: Sequence[Tensor]
+) -> Tensor:
+    """Return η²·ρ·m'ᵀFm' over all updates, from what each parameter adds to m'ᵀFm'."""
     totals: list[Tensor] = []
-    for share, lengths in zip(shares, squares, strict=True):
-        ratios = _stack_on(lengths, share.lengths)[:, 1]
-        totals.append(share.lr**2 * (ratios * lengths).sum())
+    for update, lengths in zip(updates, squared_lengths, strict=True):
+        ratios = _stack_on(lengths, update.length_buffers)[:, 1]
+        totals.append(update.lr**2 * (ratios * lengths).sum())
     return torch.stack([total.to(totals[0]) for total in totals]).sum()
 
 
@@ -112,17 +123,17 @@ def _stack_on(template: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.to(template) for t in tensors])
 
 
-def _measure_exact_length(
-    shares: Sequence[Share], curvature: KFACState, params: ModelParameters
+def _measure_length(
+    updates: Sequence[GroupUpdate], curvature: KFACState, params: ModelParameters
 ) -> Tensor:
     """Return η²·m'ᵀF̂m' with F̂ as it is averaged now, without damping."""
     moved: dict[str, Tensor] = {}
-    for share in shares:
-        for i, name in enumerate(share.names):
-            direction = share.directions[i]
-            if share.momentum:
-                direction = direction + share.momentum * share.buffers[i]
-            moved[name] = share.lr * direction
+    for update in updates:
+        for i, name in enumerate(update.names):
+            direction = update.directions[i]
+            if update.momentum:
+                direction = direction + update.momentum * update.momenta[i]
+            moved[name] = update.lr * direction
     return sum_lengths(
         curvature.compute_lengths(
             params.gather_whole(moved, "moves"), params.templates, damped=False
@@ -131,7 +142,7 @@ def _measure_exact_length(
 
 
 def sum_lengths(lengths: Tensors) -> Tensor:
-    """Return xᵀF̂x from what each parameter adds to it."""
+    """Return xᵀF̂x, a scalar tensor ≥ 0, from what each parameter adds to it, by name."""
     if not lengths:
         return torch.zeros(())
     first = next(iter(lengths.values()))
@@ -152,14 +163,14 @@ def get_length_buffer(p: Any, state: State) -> Tensor:
 
 
 def _recompute_lengths(
-    shares: Sequence[Share], curvature: KFACState, params: ModelParameters
+    updates: Sequence[GroupUpdate], curvature: KFACState, params: ModelParameters
 ) -> None:
     """Store mᵀFm of the last moves, computed anew with the present F."""
     moves: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    for share in shares:
-        moves |= dict(zip(share.names, share.buffers, strict=False))
-        buffers |= dict(zip(share.names, share.lengths, strict=True))
+    for update in updates:
+        moves |= dict(zip(update.names, update.momenta, strict=False))
+        buffers |= dict(zip(update.names, update.length_buffers, strict=True))
     if not moves:
         return
     lengths = curvature.compute_lengths(
@@ -170,51 +181,51 @@ def _recompute_lengths(
 
 
 def _measure_undamped_ratios(
-    shares: Sequence[Share],
-    squares: Sequence[Tensor],
+    updates: Sequence[GroupUpdate],
+    squared_lengths: Sequence[Tensor],
     curvature: KFACState,
     params: ModelParameters,
 ) -> None:
     """Store ρ, the share of the coming move's length that is not the damping's, by group."""
-    for share, lengths in zip(shares, squares, strict=True):
+    for update, lengths in zip(updates, squared_lengths, strict=True):
         moves: dict[str, Tensor] = {}
-        for i, name in enumerate(share.names):
-            moves[name] = share.directions[i]
-            if share.momentum:
-                moves[name] = moves[name] + share.momentum * share.buffers[i]
+        for i, name in enumerate(update.names):
+            moves[name] = update.directions[i]
+            if update.momentum:
+                moves[name] = moves[name] + update.momentum * update.momenta[i]
         whole = params.gather_whole(moves, "moves")
         undamped = sum_lengths(curvature.compute_lengths(whole, params.templates, damped=False))
         tiny = torch.finfo(lengths.dtype).tiny
         ratio = (undamped.to(lengths) / lengths.sum().clamp(min=tiny)).clamp(0, 1)
-        for buffer in share.lengths:
+        for buffer in update.length_buffers:
             buffer[1].copy_(ratio)
 
 
 def _find_squared_lengths(
-    share: Share, gradients: Tensors, params: ModelParameters, measured: set[str]
+    update: GroupUpdate, gradients: Tensors, params: ModelParameters, measured: set[str]
 ) -> Tensor:
-    """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
-    pieces, _ = params.cut_pieces(share.names, [gradients[n] for n in share.names], [])
+    """Return what each parameter of an update adds to m'ᵀFm'; those without a block add nothing."""
+    pieces, _ = params.cut_pieces(update.names, [gradients[n] for n in update.names], [])
     along_directions: list[Tensor] = []
     along_moves: list[Tensor] = []
-    for i, name in enumerate(share.names):
-        dtype = share.lengths[i].dtype
+    for i, name in enumerate(update.names):
+        dtype = update.length_buffers[i].dtype
         if name not in measured:
-            zero = share.directions[i].new_zeros((), dtype=dtype)
+            zero = update.directions[i].new_zeros((), dtype=dtype)
             along_directions.append(zero)
             along_moves.append(zero)
             continue
         gradient = _flatten(pieces[i], dtype)
-        along_directions.append(torch.dot(_flatten(share.directions[i], dtype), gradient))
-        if share.momentum:
-            along_moves.append(torch.dot(_flatten(share.buffers[i], dtype), gradient))
+        along_directions.append(torch.dot(_flatten(update.directions[i], dtype), gradient))
+        if update.momentum:
+            along_moves.append(torch.dot(_flatten(update.momenta[i], dtype), gradient))
     lengths = _stack_on(along_directions[0], along_directions)
-    if not share.momentum:
-        return params.sum_pieces(share.names, lengths)
-    lengths = torch.add(lengths, _stack_on(lengths, along_moves), alpha=2 * share.momentum)
-    lengths = params.sum_pieces(share.names, lengths)
-    last_lengths = _stack_on(lengths, share.lengths)[:, 0]
-    return torch.add(lengths, last_lengths, alpha=share.momentum**2)
+    if not update.momentum:
+        return params.sum_pieces(update.names, lengths)
+    lengths = torch.add(lengths, _stack_on(lengths, along_moves), alpha=2 * update.momentum)
+    lengths = params.sum_pieces(update.names, lengths)
+    last_lengths = _stack_on(lengths, update.length_buffers)[:, 0]
+    return torch.add(lengths, last_lengths, alpha=update.momentum**2)
 
 
 def _flatten(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,12 +237,12 @@ def _flatten(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _store_lengths(share: Share, lengths: Tensor, is_void: Tensor | None) -> None:
+def _store_lengths(update: GroupUpdate, lengths: Tensor, is_void: Tensor | None) -> None:
     """Keep the lengths of moves that are taken, unless the step is void."""
-    if not share.momentum:
+    if not update.momentum:
         return
-    stacked = _stack_on(lengths, share.lengths)
+    stacked = _stack_on(lengths, update.length_buffers)
     if is_void is not None:
         lengths = torch.where(is_void.to(lengths.device) > 0, stacked[:, 0], lengths)
     stacked[:, 0] = lengths
-    torch._foreach_copy_(share.lengths, list(stacked.unbind()))
+    torch._foreach_copy_(update.length_buffers, list(stacked.unbind()))

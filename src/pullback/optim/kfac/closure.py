@@ -30,7 +30,7 @@ from .replicas import Replicas
 from .report import KFACInfo
 from .stacks import Tensors
 from .statistics.capture import StatisticsCapture
-from .update import Share, move
+from .update import GroupUpdate, apply_updates
 
 
 class ControlledClosure(DistributedClosureProblem):
@@ -169,7 +169,7 @@ def _unfused_recurrence(model: nn.Module | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Parameters and momenta of shares, with copies of what they were."""
+    """The parameters and momenta of updates, with copies of their values before the move."""
 
     params: dict[str, Tensor]
     before: dict[str, Tensor]
@@ -177,13 +177,13 @@ class _Snapshot:
     momenta_before: list[Tensor]
 
     @classmethod
-    def of(cls, shares: Sequence[Share]) -> _Snapshot:
+    def of(cls, updates: Sequence[GroupUpdate]) -> _Snapshot:
         """Copy the parameters and momenta as they are now."""
         params: dict[str, Tensor] = {}
         momenta: list[Tensor] = []
-        for share in shares:
-            params |= zip(share.names, share.params, strict=True)
-            momenta += share.buffers
+        for update in updates:
+            params |= zip(update.names, update.params, strict=True)
+            momenta += update.momenta
         before = {name: p.clone() for name, p in params.items()}
         return cls(params, before, momenta, [m.clone() for m in momenta])
 
@@ -208,7 +208,7 @@ class _Snapshot:
 
 
 def try_move(
-    shares: Sequence[Share],
+    updates: Sequence[GroupUpdate],
     problem: StepProblem,
     metric: Metric,
     damping: Damping,
@@ -221,8 +221,8 @@ def try_move(
     """
     if isinstance(problem, ControlledClosure):
         problem.refuse_stochastic()
-    snapshot = _Snapshot.of(shares)
-    move([replace(share, decay=0.0) for share in shares])
+    snapshot = _Snapshot.of(updates)
+    apply_updates([replace(update, decay=0.0) for update in updates])
     displacement = snapshot.compute_move()
     actual = problem.loss - _loss_now(problem)
     snapshot.restore_params()  # the quadratic model is that of the point before
@@ -234,7 +234,7 @@ def try_move(
         snapshot.clear_momenta()  # no damping makes these shorter
         return KFACInfo(False, "the loss rose", damping.next(value, -1.0), ratio=ratio)
     snapshot.restore_momenta()
-    move(shares)  # once more, with the decay
+    apply_updates(updates)  # once more, with the decay
     return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
 
 

@@ -69,7 +69,7 @@ from .state import BlockMeans, KFACState
 from .statistics.capture import StatisticsCapture
 from .statistics.terms import average_terms
 from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, replace_directions
-from .update import BUFFERS, Share
+from .update import BUFFERS, GroupUpdate
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_params", "_verdict", "_memory")
@@ -198,7 +198,7 @@ class KFAC(Optimizer):
     def _make_clip(self) -> KLClip | None:
         if self._options.kl_clip is None:
             return None
-        return KLClip(self._options.kl_clip, is_exact=self._options.is_controlled)
+        return KLClip(self._options.kl_clip, measures_every_step=self._options.is_controlled)
 
     def _make_step_memory(self) -> StepMemory | None:
         if self._options.step is None:
@@ -209,13 +209,11 @@ class KFAC(Optimizer):
         """Return the state of an optimizer that has done nothing."""
         rule = self._options.rule
         schedule = Schedule(self._options.statistics_every, self._options.invert_every, rule.warmup)
-        if rule.damping is None:
-            schedule.numbers["damping"] = 0.0
-        else:
-            schedule.numbers["damping"] = rule.damping.value
+        if rule.damping is not None:
+            schedule.damping = rule.damping.value
         step_rule = self._options.step
         if step_rule is not None:
-            schedule.numbers["damping"] = find_damping(step_rule) or schedule.numbers["damping"]
+            schedule.damping = find_damping(step_rule) or schedule.damping
         return KFACState(Assignment(rule, self._options.others), self._replicas, schedule)
 
     def _register(self) -> None:
@@ -227,12 +225,12 @@ class KFAC(Optimizer):
         else:
             rank = ""
         seed = self._options.rule.estimation.seed
-        numbers = self._schedule.numbers  # not the optimizer, which holds the hooks
+        schedule = self._schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
             self.model,
             self._options,
             self._assignment,
-            lambda: Random(f"{seed} {numbers['step']}{rank}").getrandbits(32),
+            lambda: Random(f"{seed} {schedule.step}{rank}").getrandbits(32),
             gather_params=self._params.leaves if self._params.shards else None,
         )
         self._replicas.attach(self._capture, partial(_launch_sums, ref(self)))  # hooks hold it
@@ -794,55 +792,54 @@ class KFAC(Optimizer):
         is_void: Tensor | None,
     ) -> KFACInfo:
         """Clip, scale and move; where the step is controlled, look at the loss."""
-        numbers = self._schedule.numbers
+        schedule = self._schedule
         damping = self.damping
-        shares = self._make_shares(directions)
-        info = KFACInfo(damping=numbers["damping"])
+        updates = self._make_updates(directions)
+        info = KFACInfo(damping=schedule.damping)
         if self._step_memory is not None:
-            info = self._choose_move(self._step_memory, shares, problem, gradients)
+            info = self._choose_move(self._step_memory, updates, problem, gradients)
             if not info.accepted:
                 return info
         if self._clip is not None:
-            self._clip.apply(shares, gradients, self._curvature, self._params, self.state, is_void)
+            self._clip.apply(updates, gradients, self._curvature, self._params, self.state, is_void)
         if damping is None or not damping.is_controlled:
-            update.move(shares, is_void)
+            update.apply_updates(updates, is_void)
             return info
-        value = numbers["damping"]
-        trial = try_move(shares, problem, self.metric, damping, value, gradients)
-        numbers["damping"] = trial.damping
-        numbers["retry"] = int(not trial.accepted)
+        trial = try_move(updates, problem, self.metric, damping, schedule.damping, gradients)
+        schedule.damping = trial.damping
+        schedule.should_refresh_again = not trial.accepted
         return replace(trial, step_size=info.step_size, momentum=info.momentum)
 
-    def _make_shares(self, directions: Tensors) -> list[Share]:
-        """Return the parameters of these directions, by group and rule."""
-        return update.make_shares(
+    def _make_updates(self, directions: Tensors) -> list[GroupUpdate]:
+        """Return the updates that these directions give, one for each param group and rule."""
+        return update.make_updates(
             self.param_groups, self.state, self._params, directions, self._curvature,
             has_momentum=self._step_memory is None,
         )  # fmt: skip
 
     def _choose_move(
-        self, memory: StepMemory, shares: list[Share], problem: Any, gradients: Tensors
+        self, memory: StepMemory, updates: list[GroupUpdate], problem: Any, gradients: Tensors
     ) -> KFACInfo:
         """Let the rule of `steps/` choose the move, and put it in place of the directions."""
-        numbers = self._schedule.numbers
+        schedule = self._schedule
 
-        def refresh(damping: float) -> list[Share]:
-            numbers["damping"] = damping
-            numbers["retry"] = 1
+        def refresh(damping: float) -> list[GroupUpdate]:
+            schedule.damping = damping
+            schedule.should_refresh_again = True
             directions, _ = self._find_directions(dict(gradients), None, has_new_statistics=False)
-            return self._make_shares(directions)
+            return self._make_updates(directions)
 
-        view = StepView(problem, self.metric, gradients, shares, refresh)
+        view = StepView(problem, self.metric, gradients, updates, refresh)
         move = view.choose_move(memory)
         damping = view.next_damping(memory)
         if damping is not None:
-            numbers["damping"] = damping
+            schedule.damping = damping
         if not move.accepted:
-            numbers["retry"] = int(Need.DAMPINGS in memory.step.needs)
-            return KFACInfo(False, move.reason, numbers["damping"])
-        replace_directions(shares, problem, move)
+            schedule.should_refresh_again = Need.DAMPINGS in memory.step.needs
+            return KFACInfo(False, move.reason, schedule.damping)
+        replace_directions(updates, problem, move)
         factors = view.split_move(move)
-        return KFACInfo(damping=numbers["damping"], step_size=factors[0], momentum=factors[1])
+        return KFACInfo(damping=schedule.damping, step_size=factors[0], momentum=factors[1])
 
     def squared_length(self, move: Tensors) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
@@ -856,7 +853,7 @@ class KFAC(Optimizer):
 
     def _finish(self, pending: PendingStatistics, guard: Guard) -> None:
         """Count a step that was taken, report it, and prepare the next forward pass."""
-        self._schedule.numbers["step"] += 1
+        self._schedule.count_step()
         self._capture.reset()
         is_owed = self._has_missed_announcement and not pending.is_averaged
         self._capture.announce(self._is_statistics_step or is_owed or self._capture.lacks_block)
@@ -882,14 +879,13 @@ class KFAC(Optimizer):
         if verdict is None:
             return
         has_moved, has_averaged = verdict.flags()
-        numbers = self._schedule.numbers
         if verdict.takes_statistics and not has_averaged:
-            numbers["taken"] -= 1
+            self._schedule.uncount_statistics()
             self._has_skipped_statistics = has_moved
             notes = report.list_notes(self._curvature, has_moved)
             self._info = replace(self._info, took_statistics=False, notes=notes)
         if not has_moved:
-            numbers["step"] -= 1
+            self._schedule.uncount_step()
             self._capture.announce(self._is_statistics_step or self._capture.lacks_block)
             if not self._capture.is_announced:
                 self._capture.clear_pool()  # what was gathered meanwhile is not due after all

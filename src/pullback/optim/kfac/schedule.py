@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-#: what is counted; saved states hold these names
+#: the keys of `Schedule.numbers`, which saved states hold
 COUNTS = ("step", "taken", "damping", "retry")
 
 
@@ -17,8 +17,9 @@ class Schedule:
         statistics_every, refresh_every: steps between statistics and between refreshes.
         warmup: w, the first steps that all take statistics and refresh. After them gaps grow as
             steps/w until they are those above.
-        numbers: steps done, statistics taken, λ, and whether a rejected step asks for a refresh.
-            The dict itself is published for checkpoints.
+        numbers: steps done ("step"), statistics taken ("taken"), λ ("damping"), and 1 where a
+            rejected step asks for a refresh ("retry"). The dict itself is published for
+            checkpoints; all others read and change it by the properties and methods below.
     """
 
     statistics_every: int
@@ -43,10 +44,34 @@ class Schedule:
         """λ in use."""
         return self.numbers["damping"]
 
+    @damping.setter
+    def damping(self, value: float) -> None:
+        self.numbers["damping"] = value
+
     @property
     def should_refresh_again(self) -> bool:
         """Whether the last step was rejected and asks for a refresh with another λ."""
         return bool(self.numbers["retry"])
+
+    @should_refresh_again.setter
+    def should_refresh_again(self, value: bool) -> None:
+        self.numbers["retry"] = int(value)
+
+    def count_step(self) -> None:
+        """Count a step that was taken."""
+        self.numbers["step"] += 1
+
+    def uncount_step(self) -> None:
+        """Take back the count of a step that turned out not to have moved the parameters."""
+        self.numbers["step"] -= 1
+
+    def count_statistics(self) -> None:
+        """Count statistics that entered the averages."""
+        self.numbers["taken"] += 1
+
+    def uncount_statistics(self) -> None:
+        """Take back the count of statistics that turned out not to be finite."""
+        self.numbers["taken"] -= 1
 
     @property
     def is_statistics_step(self) -> bool:

@@ -211,7 +211,7 @@ class KFACState:
                 pairs.append((self.averages[key], {}))
         ema_update(pairs, self.rule.estimation.ema, guard.is_void)
         self.measured_keys.update(means)
-        self.schedule.numbers["taken"] += 1
+        self.schedule.count_statistics()
         self._observe_spectra(spectra)
         return True
 
@@ -229,7 +229,7 @@ class KFACState:
         keys = self.measured_keys - self.states.ready
         if is_due or self.schedule.should_refresh_again:
             keys = self.measured_keys
-        self.schedule.numbers["retry"] = 0
+        self.schedule.should_refresh_again = False
         if not keys:
             return False
         affordable = self.states.select_affordable(sorted(keys, key=lambda key: key.names))

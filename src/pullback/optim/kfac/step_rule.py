@@ -22,7 +22,7 @@ from ...steps.memory import first_numbers, first_vectors, merge_saved, recall, s
 from ..problem import StepProblem
 from .closure import ControlledClosure, compute_gram_inner_products
 from .stacks import Tensors
-from .update import Share
+from .update import GroupUpdate
 
 #: keys of a parameter's state
 NUMBERS = "step_numbers"
@@ -84,7 +84,7 @@ class StepMemory:
         self.numbers[_IN_USE] = value
 
     def vectors_of(self, name: str, p: Tensor) -> dict[str, Any]:
-        """Return a parameter's share of the vectors, zeros at first."""
+        """Return a parameter's part of the vectors, zeros at first."""
         if name not in self.vectors:
             self.vectors[name] = first_vectors(self.step, p.detach())
         return self.vectors[name]
@@ -106,15 +106,15 @@ class StepView:
         problem: the loss, and trial losses.
         metric: of the exact Gram.
         gradients: by name.
-        shares: directions with their learning rates.
-        refresh: λ ↦ shares of directions with inverses at this λ.
+        updates: K-FAC's directions with their learning rates.
+        refresh: λ ↦ the updates that inverses at this λ give.
     """
 
     problem: StepProblem
     metric: Metric
     gradients: Tensors
-    shares: Sequence[Share]
-    refresh: Callable[[float], Sequence[Share]]
+    updates: Sequence[GroupUpdate]
+    refresh: Callable[[float], Sequence[GroupUpdate]]
 
     def __post_init__(self) -> None:
         self._has_solved = False
@@ -177,7 +177,7 @@ class StepView:
     def _solve(self, damping: Any, memory: StepMemory) -> Solution:
         """Return the direction, and from the second call on refresh for another damping first."""
         if damping is not None and self._has_solved and float(damping) != memory.inverted_damping:
-            self.shares = self.refresh(float(damping))
+            self.updates = self.refresh(float(damping))
             memory.inverted_damping = float(damping)
         self._has_solved = True
         return Solution(self._flatten_directions(), damping=memory.inverted_damping)
@@ -188,20 +188,20 @@ class StepView:
 
     def _flatten_directions(self) -> Tensor:
         by_name: dict[str, Tensor] = {}
-        for share in self.shares:
-            by_name |= zip(share.names, share.directions, strict=True)
+        for update in self.updates:
+            by_name |= zip(update.names, update.directions, strict=True)
         return self._flatten(by_name)
 
     def _flatten_rates(self) -> Tensor:
         """Return the learning rate of every entry, (p,)."""
         by_name: dict[str, Tensor] = {}
-        for share in self.shares:
-            for name, p in zip(share.names, share.params, strict=True):
-                by_name[name] = torch.full_like(p, float(share.lr))
+        for update in self.updates:
+            for name, p in zip(update.names, update.params, strict=True):
+                by_name[name] = torch.full_like(p, float(update.lr))
         return self._flatten(by_name)
 
     def _common_rate(self) -> float | None:
-        rates = {float(share.lr) for share in self.shares}
+        rates = {float(update.lr) for update in self.updates}
         return rates.pop() if len(rates) == 1 else None
 
     def _subtract_move(self, origin: Tensors, move: Tensor) -> dict[str, Tensor]:
@@ -210,10 +210,12 @@ class StepView:
         return {name: w - pieces[name].to(w.dtype) for name, w in origin.items()}
 
 
-def replace_directions(shares: Sequence[Share], problem: StepProblem, move: Move) -> None:
-    """Let shares take the move of a step; their own momentum is that of the step."""
+def replace_directions(updates: Sequence[GroupUpdate], problem: StepProblem, move: Move) -> None:
+    """Put the move that a step has chosen in the place of directions and momenta."""
     pieces = problem.space.split(move.size * move.direction)
-    for share in shares:
-        share.directions = [pieces[n].to(p) for n, p in zip(share.names, share.params, strict=True)]
-        share.buffers = []
-        share.momentum = 0.0
+    for update in updates:
+        update.directions = [
+            pieces[n].to(p) for n, p in zip(update.names, update.params, strict=True)
+        ]
+        update.momenta = []
+        update.momentum = 0.0

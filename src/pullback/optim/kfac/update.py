@@ -28,7 +28,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 def get_momentum_buffer(state: State, p: Tensor) -> Tensor:
-    """Return the momentum of a parameter, on its device."""
+    """Return a parameter's momentum, zeros at first, on the parameter's device and in its dtype."""
     buffers = state[p]
     if "momentum" not in buffers:
         buffers["momentum"] = torch.zeros_like(p)
@@ -38,24 +38,27 @@ def get_momentum_buffer(state: State, p: Tensor) -> Tensor:
 
 
 @dataclass
-class Share:
-    """The parameters of one param group and one rule that have a direction."""
+class GroupUpdate:
+    """One step of the parameters that share a param group and a rule: m ← c(μm + Δ), w ← w − ηm."""
 
     names: list[str]
     params: list[Tensor]
+    #: Δ for each parameter
     directions: list[Tensor]
     #: m for each parameter; empty where there is no momentum
-    buffers: list[Tensor]
+    momenta: list[Tensor]
+    #: η
     lr: float | Tensor
+    #: μ
     momentum: float
     decay: float
-    #: c of m ← c(μm + Δ), what a clip shortens the step by
-    factor: float = 1.0
-    #: what the KL clip keeps of each parameter: its part of mᵀFm, and of it what is not damping
-    lengths: list[Tensor] = field(default_factory=list)
+    #: c, by which a clip shortens the step
+    shortening: float = 1.0
+    #: the buffers of `clip.get_length_buffer`, one for each parameter, where there is a KL clip
+    length_buffers: list[Tensor] = field(default_factory=list)
 
 
-def make_shares(
+def make_updates(
     groups: Groups,
     state: State,
     params: ModelParameters,
@@ -63,14 +66,14 @@ def make_shares(
     curvature: KFACState,
     *,
     has_momentum: bool,
-) -> list[Share]:
-    """Return the parameters of these directions, by group and rule.
+) -> list[GroupUpdate]:
+    """Return the updates that these directions give, one for each param group and rule.
 
     Without `has_momentum` the momentum of param groups is not used.
     """
     assignment = curvature.assignment
     elementwise = curvature.entry_names
-    shares: list[Share] = []
+    updates: list[GroupUpdate] = []
     measured = directions.keys() - elementwise
     entries = directions.keys() & elementwise
     for group in groups:
@@ -80,14 +83,14 @@ def make_shares(
             if rule is not None and names:
                 tensors = [in_group[n] for n in names]
                 selected = [directions[n] for n in names]
-                share = _make_share(
+                update = _make_update(
                     group, rule, names, tensors, selected, state, params, has_momentum
                 )
-                shares.append(share)
-    return shares
+                updates.append(update)
+    return updates
 
 
-def _make_share(
+def _make_update(
     group: Mapping[str, Any],
     rule: Rule,
     names: list[str],
@@ -96,25 +99,28 @@ def _make_share(
     state: State,
     params: ModelParameters,
     has_momentum: bool,
-) -> Share:
-    """Return the share of parameters of one group that follow one rule."""
-    lr = _rate_of(group, rule)
+) -> GroupUpdate:
+    """Return the update of parameters of one group that follow one rule."""
+    lr = _find_group_rate(group, rule)
     momentum = 0.0
     if has_momentum and "momentum" in rule.group_options():
         momentum = float(group["momentum"])
-    buffers: list[Tensor] = []
+    momenta: list[Tensor] = []
     if momentum:
-        buffers = [get_momentum_buffer(state, p) for p in tensors]
-    pieces, tensors, buffers = params.cut_pieces(names, directions, tensors, buffers)
+        momenta = [get_momentum_buffer(state, p) for p in tensors]
+    pieces, tensors, momenta = params.cut_pieces(names, directions, tensors, momenta)
     if rule.is_elementwise:  # whose directions are pieces already
         pieces = directions
     shaped = [like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
     decay = float(group["weight_decay"])
-    return Share(names, tensors, shaped, buffers, lr, momentum, decay)
+    return GroupUpdate(names, tensors, shaped, momenta, lr, momentum, decay)
 
 
-def _rate_of(group: Mapping[str, Any], rule: Rule) -> Any:
-    """Return the rule's share of a group's learning rate; a tensor stays one on a GPU."""
+def _find_group_rate(group: Mapping[str, Any], rule: Rule) -> Any:
+    """Return the learning rate of a group for a rule, which may take a part of it.
+
+    A tensor on a GPU stays there: reading it would wait.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor) and not lr.is_cuda:
         lr = float(lr)
@@ -123,66 +129,67 @@ def _rate_of(group: Mapping[str, Any], rule: Rule) -> Any:
     return lr
 
 
-def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
+def apply_updates(updates: Sequence[GroupUpdate], is_void: Tensor | None = None) -> None:
     """Set w ← (1 − η·decay)w, m ← c(μm + Δ) and w ← w − ηm, in one pass where there is a kernel.
 
     Where the float32 flag `is_void` is 1, nothing changes.
     """
-    for share in shares:
-        decay = share.decay
-        if decay and (share.momentum or share.factor != 1):  # of which the kernel knows no decay
-            _decay(share, is_void)
+    for update in updates:
+        decay = update.decay
+        if decay and (update.momentum or update.shortening != 1):
+            # the kernel's decay is a part of the gradient, which momentum would carry on
+            _decay(update, is_void)
             decay = 0.0
-        by_memory: dict[object, list[int]] = {}  # one kernel knows one device and dtype
-        for i, p in enumerate(share.params):
-            by_memory.setdefault((p.device, p.dtype), []).append(i)
-        for indices in by_memory.values():
-            _move_one_memory(share, indices, decay, is_void)
+        by_device_and_dtype: dict[object, list[int]] = {}
+        for i, p in enumerate(update.params):
+            by_device_and_dtype.setdefault((p.device, p.dtype), []).append(i)
+        for indices in by_device_and_dtype.values():
+            _apply_to_uniform(update, indices, decay, is_void)
 
 
-def _decay(share: Share, is_void: Tensor | None) -> None:
+def _decay(update: GroupUpdate, is_void: Tensor | None) -> None:
     """Set w ← (1 − η·decay)w."""
-    factor: Any = 1 - share.lr * share.decay
+    factor: Any = 1 - update.lr * update.decay
     if is_void is not None:
-        one = share.params[0].new_ones(())
+        one = update.params[0].new_ones(())
         factor = torch.where(is_void.to(one.device) > 0, one, one * factor)
-    torch._foreach_mul_(share.params, factor)
+    torch._foreach_mul_(update.params, factor)
 
 
-def _move_one_memory(
-    share: Share, indices: list[int], decay: float, is_void: Tensor | None
+def _apply_to_uniform(
+    update: GroupUpdate, indices: list[int], decay: float, is_void: Tensor | None
 ) -> None:
-    """Move parameters of one device and dtype."""
-    params = [share.params[i] for i in indices]
-    directions = [share.directions[i] for i in indices]
-    buffers: list[Tensor] = []
-    rate = _find_rate(share, params[0])
-    if share.momentum:
-        buffers = [share.buffers[i] for i in indices]
-    elif share.factor != 1:
-        rate = share.factor * rate
+    """Apply an update to some of its parameters, which share one device and dtype."""
+    params = [update.params[i] for i in indices]
+    directions = [update.directions[i] for i in indices]
+    momenta: list[Tensor] = []
+    rate = _convert_rate(update, params[0])
+    if update.momentum:
+        momenta = [update.momenta[i] for i in indices]
+    elif update.shortening != 1:
+        rate = update.shortening * rate
     if _has_kernel(params):
         torch._fused_sgd_(
-            params, directions, buffers, weight_decay=decay,
-            momentum=share.factor * share.momentum, lr=rate, dampening=1 - share.factor,
+            params, directions, momenta, weight_decay=decay,
+            momentum=update.shortening * update.momentum, lr=rate, dampening=1 - update.shortening,
             nesterov=False, maximize=False, is_first_step=False, grad_scale=None,
             found_inf=None if is_void is None else is_void.to(params[0].device),
         )  # fmt: skip
         return
-    if share.momentum:
-        torch._foreach_mul_(buffers, share.factor * share.momentum)
-        torch._foreach_add_(buffers, directions, alpha=share.factor)
-        directions = buffers
+    if update.momentum:
+        torch._foreach_mul_(momenta, update.shortening * update.momentum)
+        torch._foreach_add_(momenta, directions, alpha=update.shortening)
+        directions = momenta
     if decay:
         torch._foreach_mul_(params, 1 - rate * decay)
     torch._foreach_add_(params, directions, alpha=-rate)
 
 
-def _find_rate(share: Share, p: Tensor) -> Any:
+def _convert_rate(update: GroupUpdate, p: Tensor) -> Any:
     """Return the learning rate; one on the device stays there, where single precision is enough."""
-    if isinstance(share.lr, Tensor) and p.is_cuda and p.dtype != torch.float64:
-        return share.lr
-    return float(share.lr)
+    if isinstance(update.lr, Tensor) and p.is_cuda and p.dtype != torch.float64:
+        return update.lr
+    return float(update.lr)
 
 
 def _has_kernel(params: Sequence[Tensor]) -> bool:
