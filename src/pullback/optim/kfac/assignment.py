@@ -167,10 +167,10 @@ class Assignment:
         if parameter_role is not None:
             role = parameter_role.role
         return BlockShape(
-            kind=BlockKind(key.kind),
+            kind=key.kind,
             size=size,
-            dense_rows=is_dense(factors, FactorSide.LEFT),
-            dense_columns=is_dense(factors, FactorSide.RIGHT),
+            dense_rows=is_dense(factors, FactorSide.ROWS),
+            dense_columns=is_dense(factors, FactorSide.COLUMNS),
             dtype=entries.dtype,
             device=entries.device,
             split=self._split_of(key, size),
@@ -183,7 +183,7 @@ class Assignment:
         Groups of a convolution and experts are blocks of their own, each with all of the split.
         """
         role = self.roles.get(key.names[0])
-        if role is None or not key.kronecker or key.bias or len(role.split) < 2:
+        if role is None or not key.is_kronecker or key.is_bias or len(role.split) < 2:
             return ()
         if key.is_transposed:
             counts_rows = role.split_axis > 0
@@ -209,4 +209,4 @@ def _is_weight(key: BlockKey, factors: Factors) -> bool:
     """Whether a block is that of matrices, and not of single rows as in a depthwise convolution."""
     shapes = [t.shape for t in factors.values()]
     is_of_rows = shapes[0][0] > 1 and any(shape[-1] == 1 for shape in shapes)
-    return key.kronecker and not key.bias and not is_of_rows
+    return key.is_kronecker and not key.is_bias and not is_of_rows

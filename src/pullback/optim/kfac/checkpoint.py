@@ -112,7 +112,7 @@ def _nest_factors(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[
     """Return changed entries of factors by use and, below that, by side."""
     nested: dict[str, Any] = {}
     for factor, t in factors.items():
-        nested.setdefault(factor.role, {})[str(factor.side)] = change(get_entries(t))
+        nested.setdefault(factor.use, {})[str(factor.side)] = change(get_entries(t))
     return nested
 
 

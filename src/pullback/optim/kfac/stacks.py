@@ -185,7 +185,7 @@ class BlockStates:
 
     def _is_limited(self, key: BlockKey) -> bool:
         block = self.blocks[key]
-        return not block.is_ready and key.kronecker and block.rule.first_entries is not None
+        return not block.is_ready and key.is_kronecker and block.rule.first_entries is not None
 
     def refresh(
         self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any = None
@@ -207,7 +207,7 @@ class BlockStates:
         room = 0
         for key in sorted(keys, key=lambda key: -self.blocks[key].entries):
             entries = 0
-            if key.kronecker:
+            if key.is_kronecker:
                 entries = self.blocks[key].entries
             if not portions or entries > room:
                 portions.append([])
@@ -223,8 +223,8 @@ class BlockStates:
             block = self.blocks[key]
             average = averages[key]
             is_large = is_inverted_alone(max(block.shape.size[1:]), average.mass.device)
-            form: Any = (key.kind, key.joint, average.form, block.state.form, block.is_ready)
-            if (key.kronecker and is_large) or average.mean:
+            form: Any = (key.kind, key.is_joint, average.form, block.state.form, block.is_ready)
+            if (key.is_kronecker and is_large) or average.mean:
                 form = key
             groups.setdefault(form, []).append(key)
         return list(groups.values())
@@ -346,9 +346,9 @@ def _stack_form(block: Block, templates: Tensors) -> tuple[Any, ...]:
         if shape.size[1] > _LIMITS.concatenated:
             return (shape.device, shape.dtype, *key.names)
         return (shape.device, shape.dtype)
-    if key.kronecker:
+    if key.is_kronecker:
         shapes = tuple(templates[name].shape for name in key.names)
-        return (block.state.form, key.bias, key.is_transposed, shapes, shape.size)
+        return (block.state.form, key.is_bias, key.is_transposed, shapes, shape.size)
     return (block.state.form, key.kind, len(key.names))
 
 
@@ -446,7 +446,7 @@ class Stack:
         self.dtype = first.shape.dtype
         self.device = first.shape.device
         #: whether weights and biases share blocks
-        self.is_joint = first.key.joint
+        self.is_joint = first.key.is_joint
         self.entries = sum(prod(block.shape.size) for block in blocks)
         self._rows, self._columns = first.shape.size[-2:]
         self._axis = int(first.rule.is_elementwise)
@@ -533,7 +533,7 @@ class Stack:
             if len(flat) == 1:
                 return flat[0][None]
             return torch.cat(flat)[None]
-        if not self._key.kronecker:
+        if not self._key.is_kronecker:
             columns: list[Tensor] = []
             for member in range(len(self._key.names)):
                 flat = [_flatten(g) for g in self._list_gradients(member, gradients)]
@@ -559,7 +559,7 @@ class Stack:
         if self._axis:
             return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
         by_name: dict[str, Tensor] = {}
-        if not self._key.kronecker:
+        if not self._key.is_kronecker:
             # one copy: an update of strided directions would copy them one by one
             for member, column in enumerate(first.T.contiguous()):
                 names = [block.key.names[member] for block in self._blocks]

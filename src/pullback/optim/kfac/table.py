@@ -86,7 +86,9 @@ class TableWriter:
     def make_row(
         self, name: str, key: BlockKey | None, factors: Factors, device: torch.device | None
     ) -> dict[str, Any]:
-        """Return the row of a parameter that leads this block, with its factors, or none.
+        """Return the row of a parameter: its role, and the block that it leads, if it leads one.
+
+        A parameter leads the block whose first name it is; a second one is its partner.
 
         torch's functions for checkpoints expect all tensors of an optimizer on one device. Without
         a device the row has no text, as of frozen parameters, which they leave out.
@@ -101,8 +103,8 @@ class TableWriter:
             row["used"] = int(role.is_used)
         row |= {"kind": _NONE, "partner": _NONE, "bias": 0, "transposed": 0}
         if key is not None:
-            row["kind"] = _KIND_NUMBERS[BlockKind(key.kind)]
-            row["bias"] = int(key.bias)
+            row["kind"] = _KIND_NUMBERS[key.kind]
+            row["bias"] = int(key.is_bias)
             row["transposed"] = int(key.is_transposed)
         if key is not None and len(key.names) > 1:
             row["partner"] = self._numbers[key.names[1]]
@@ -149,7 +151,8 @@ def _read_key(name: str, numbers: Mapping[str, int], names: Sequence[str]) -> Bl
         raise make_foreign_error(f"{name} shared a block with parameter {partner} of {len(names)}")
     members = (name,) if partner == _NONE else (name, names[partner])
     is_transposed = bool(numbers["transposed"])
-    return BlockKey(str(kind), members, bias=bool(numbers["bias"]), is_transposed=is_transposed)
+    is_bias = bool(numbers["bias"])
+    return BlockKey(kind, members, is_bias=is_bias, is_transposed=is_transposed)
 
 
 def _make_newer_version_error(what: str, number: int) -> PullbackError:
@@ -161,11 +164,11 @@ def _make_newer_version_error(what: str, number: int) -> PullbackError:
 
 
 def _write_text(split: Sequence[int], factors: Factors) -> Tensor:
-    """Return split and shapes of factors as bytes: one line of row counts, one for each factor."""
+    """Return a line of row counts, and one with use, side and shape of each factor, as bytes."""
     lines = [_write_numbers(split)]
-    for factor, side in factors.items():
-        numbers = _write_numbers(get_entries(side).shape)
-        lines.append("\t".join((factor.role, str(factor.side), numbers)))
+    for factor, matrix in factors.items():
+        numbers = _write_numbers(get_entries(matrix).shape)
+        lines.append("\t".join((factor.use, str(factor.side), numbers)))
     encoded = "\n".join(lines).encode()
     text = torch.zeros(_LIMITS.text, dtype=torch.uint8, device="cpu")
     if len(encoded) <= _LIMITS.text:
@@ -174,7 +177,7 @@ def _write_text(split: Sequence[int], factors: Factors) -> Tensor:
 
 
 def _read_text(text: Tensor) -> tuple[tuple[int, ...], list[FactorLayout]]:
-    """Return split and shapes of factors."""
+    """Return row counts and factors; `_write_text` is the inverse."""
     decoded = bytes(text.tolist()).rstrip(b"\0").decode()
     first, *lines = decoded.split("\n")
     factors = []

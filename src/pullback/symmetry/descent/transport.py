@@ -27,7 +27,7 @@ from ..._core.errors import PullbackError
 from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, unpack
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
-from ...optim.kfac.factors.block import BlockKey, block_shape
+from ...optim.kfac.factors.block import BlockKey, FactorSide, block_shape
 from ...optim.kfac.rules.natural_states import scale_rows_and_columns
 from ...optim.kfac.state import KFACState
 from ..scaling_units import ScalingUnits
@@ -171,7 +171,7 @@ def rescale_curvature(
         block_multipliers = []
         for name in key.names:
             block_multipliers.append([m.to(average.mass) for m in multipliers.get(name, ())])
-        if key.kronecker:
+        if key.is_kronecker:
             _rescale_kronecker(state, key, block_parameters[0], block_multipliers[0])
         else:
             _rescale_units(state, key, block_parameters, block_multipliers)
@@ -202,18 +202,18 @@ def _rescale_kronecker(
 ) -> None:
     """Rescale a block with factors of inputs and outputs."""
     average = state.averages[key]
-    # In these roles a weight's rows belong to the layer's input.
-    transposed_roles = {layer.use for layer in REGISTRY.values() if layer.input_first}
-    input_first = all(factor.role in transposed_roles for factor in average.value)
+    # In these uses a weight's rows belong to the layer's input.
+    transposed_uses = {layer.use for layer in REGISTRY.values() if layer.input_first}
+    input_first = all(factor.use in transposed_uses for factor in average.value)
     shape = block_shape(key, average.value)
     scales = _find_layer_scales(multipliers, parameter, shape, key, input_first)
     inverse_scales = scales.invert()
     for factor, value in (*average.value.items(), *average.mean.items()):
-        if factor.side == "mean":
+        if factor.side == FactorSide.MEAN:
             get_entries(value).mul_(inverse_scales.inputs[:, : value.shape[-1]])
             continue
         matrix = unpack(value)
-        if factor.side == "left":
+        if factor.side == FactorSide.ROWS:
             scale_rows_and_columns(matrix, inverse_scales.outputs)
         else:
             scale_rows_and_columns(matrix, inverse_scales.inputs)
@@ -234,7 +234,7 @@ def _find_layer_scales(
     groups, output_count, input_count = shape
     template = multipliers[0].values if multipliers else parameter
     outputs = template.new_ones(groups, output_count)
-    inputs = template.new_ones(groups, input_count - key.joint)
+    inputs = template.new_ones(groups, input_count - key.is_joint)
     for multiplier in multipliers:
         values = multiplier.values.expand(parameter.shape)
         if _is_along_inputs(values, multiplier, key, input_first):
@@ -244,7 +244,7 @@ def _find_layer_scales(
         else:
             first_column = values[(slice(None), *[0] * (parameter.ndim - 1))]
             outputs = outputs * first_column.reshape(groups, -1)
-    if key.joint:
+    if key.is_joint:
         inputs = F.pad(inputs, (0, 1), value=1.0)
     return _LayerScales(outputs, inputs)
 
@@ -257,7 +257,7 @@ def _is_along_inputs(
     if any(size > 1 and stride for size, stride in sizes_and_strides):
         return True
     differs_along_rows = values.shape[0] > 1 and values.stride(0) != 0
-    if differs_along_rows or key.bias:
+    if differs_along_rows or key.is_bias:
         return False
     # All values are equal: their part in the scaling decides.
     return multiplier.scales_outputs == input_first

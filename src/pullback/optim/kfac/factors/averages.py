@@ -141,13 +141,13 @@ def gram_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Pa
     `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided: a
     number, or one per group.
     """
-    if not key.kronecker:
+    if not key.is_kronecker:
         return Units(unpack(next(iter(factors.values()))))
-    uses = sorted({factor.role for factor in factors})
+    uses = sorted({factor.use for factor in factors})
     width = block_shape(key, factors)[2]
     pairs: list[Pair] = []
     for use in uses:
-        left = unpack(factors[FactorKey(use, FactorSide.LEFT)])
+        left = unpack(factors[FactorKey(use, FactorSide.ROWS)])
         pairs.append(Pair(left, _append_bias_input(factors, use, width, corner)))
     return merge_pairs(pairs)
 
@@ -157,7 +157,7 @@ def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tenso
 
     Nothing is copied for it where there is one use; the sum of several has a scale of its own.
     """
-    if len({factor.role for factor in average.value}) == 1:
+    if len({factor.use for factor in average.value}) == 1:
         return gram_of(key, average.value, average.mass), average.mass
     return gram_of(key, average.normalize()), torch.ones_like(average.mass)
 
@@ -167,7 +167,7 @@ def _append_bias_input(factors: Factors, use: str, width: int, corner: Tensor | 
 
     A use without a bias has zeros in the place of the bias.
     """
-    side = unpack(factors[FactorKey(use, FactorSide.RIGHT)])
+    side = unpack(factors[FactorKey(use, FactorSide.COLUMNS)])
     mean = factors.get(FactorKey(use, FactorSide.MEAN))
     n = side.shape[-1]
     if n == width:

@@ -29,29 +29,37 @@ class BlockKind(StrEnum):
 
 
 class FactorSide(StrEnum):
-    """Where a factor acts in the coordinates of a weight; saved states hold these values."""
+    """Where a factor acts in the coordinates of a weight; saved states hold these values.
+
+    Rows are the outputs of a layer and columns its inputs, but where a weight is held as
+    (inputs, outputs) and its block is not that of the transpose (see `sums.get_factor_keys`).
+    """
 
     #: on its rows; units and diagonals have this one alone
-    LEFT = "left"
+    ROWS = "left"
     #: on its columns
-    RIGHT = "right"
+    COLUMNS = "right"
     #: the mean input, where the bias shares the block
     MEAN = "mean"
     #: second moments of the gradient in eigenbases
-    VALUES = "values"
+    SPECTRUM = "values"
 
 
 class FactorKey(NamedTuple):
-    """One factor of a block: how a layer used the parameter, and the side."""
+    """One factor of a block.
 
-    role: str
+    `use` names how a layer used the parameter ("linear", "embedding", ...): see `maps.layers`. A
+    parameter with several uses has factors for each of them.
+    """
+
+    use: str
     side: str
 
 
-UNITS = FactorKey("units", FactorSide.LEFT)
-DIAGONAL = FactorKey("diagonal", FactorSide.LEFT)
+UNITS = FactorKey("units", FactorSide.ROWS)
+DIAGONAL = FactorKey("diagonal", FactorSide.ROWS)
 #: second moments of the gradient in a block's eigenbases (EKFAC)
-SPECTRUM = FactorKey("spectrum", FactorSide.VALUES)
+SPECTRUM = FactorKey("spectrum", FactorSide.SPECTRUM)
 #: means of one statistics step, or averages of many
 Factors = Mapping[FactorKey, FactorMatrix]
 
@@ -69,21 +77,22 @@ class BlockKey:
     """The parameters of one block, and what is held for them.
 
     Where `is_transposed`, the weight is held as (G, I, O), and its coordinates are those of its
-    transpose. `bias` says that the block is that of a bias by itself.
+    transpose. Where `is_bias`, the block is that of a bias by itself.
     """
 
-    kind: str
+    kind: BlockKind
     names: tuple[str, ...]
-    bias: bool = False
+    is_bias: bool = False
     is_transposed: bool = False
 
     @cached_property
-    def joint(self) -> bool:
+    def is_joint(self) -> bool:
         """Whether a Kronecker block holds weight and bias together."""
         return self.kind == BlockKind.KRONECKER and len(self.names) == 2
 
     @cached_property
-    def kronecker(self) -> bool:
+    def is_kronecker(self) -> bool:
+        """Whether the block is R ⊗ C: no matrix for each unit, and no number for each entry."""
         return self.kind == BlockKind.KRONECKER
 
 
@@ -97,14 +106,14 @@ def names_of(keys: Iterable[BlockKey]) -> set[str]:
 
 def block_shape(key: BlockKey, factors: Factors) -> tuple[int, ...]:
     """Return the shape of a block's coordinates: (G, O, I) with the bias as a column, or (U, k)."""
-    if not key.kronecker:
+    if not key.is_kronecker:
         return tuple(next(iter(factors.values())).shape[:2])
     sizes: dict[str, int] = {}
     for factor, side in factors.items():
         sizes[factor.side] = max(sizes.get(factor.side, 0), side.shape[-1])
     has_mean = int(FactorSide.MEAN in sizes)
     groups = next(iter(factors.values())).shape[0]
-    return groups, sizes[FactorSide.LEFT], sizes[FactorSide.RIGHT] + has_mean
+    return groups, sizes[FactorSide.ROWS], sizes[FactorSide.COLUMNS] + has_mean
 
 
 def is_dense(factors: Factors, side: str) -> bool:
@@ -114,7 +123,7 @@ def is_dense(factors: Factors, side: str) -> bool:
 
 def to_block(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Return tensors of the parameters' shapes in the coordinates of their block."""
-    if not key.kronecker:
+    if not key.is_kronecker:
         v = torch.stack([t.flatten() for t in tensors], 1)
     else:
         v = _to_matrices(key, tensors, shape)
@@ -131,13 +140,13 @@ def _to_matrices(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...
     """Return a weight as (G, O, I) with its bias as last column, or as it is if it does not fit."""
     groups, rows, columns = shape
     v = tensors[0]
-    if v.numel() != groups * rows * (columns - key.joint):
+    if v.numel() != groups * rows * (columns - key.is_joint):
         return v
     if key.is_transposed:
         v = v.reshape(groups, -1, rows).mT
     else:
         v = v.reshape(groups, rows, -1)
-    if key.joint:
+    if key.is_joint:
         v = torch.cat([v, tensors[1].reshape(groups, -1, 1)], 2)
     return v
 
@@ -147,17 +156,17 @@ def from_block(
 ) -> list[Tensor]:
     """Return a block's coordinates in the shapes of the parameters, which `templates` have."""
     v = v.reshape(shape)
-    if not key.kronecker:
+    if not key.is_kronecker:
         pairs = zip(v.unbind(1), templates, strict=True)
         return [column.reshape(template.shape) for column, template in pairs]
-    if key.joint:
+    if key.is_joint:
         weight = v[..., :-1]
     else:
         weight = v
     if key.is_transposed:
         weight = weight.mT
     out = [weight.reshape(templates[0].shape)]
-    if key.joint:
+    if key.is_joint:
         out.append(v[..., -1].reshape(templates[1].shape))
     return out
 
@@ -176,8 +185,8 @@ def describe(key: BlockKey, factors: Factors) -> str:
     else:
         several = ""
     words = [f"kronecker {several}({rows} ⊗ {columns})"]
-    if not is_dense(factors, FactorSide.LEFT):
+    if not is_dense(factors, FactorSide.ROWS):
         words.append("output diagonal")
-    if not is_dense(factors, FactorSide.RIGHT):
+    if not is_dense(factors, FactorSide.COLUMNS):
         words.append("input diagonal")
     return ", ".join(words)

@@ -106,7 +106,7 @@ class CotangentPass:
         self._proof = proof
         #: by use, the eigenbases of its block, where it is the block's only use
         self._bases: dict[int, tuple[BlockKey, Bases]] = {}
-        keys = {key.names[0]: key for key in bases if key.kronecker and not key.bias}
+        keys = {key.names[0]: key for key in bases if key.is_kronecker and not key.is_bias}
         weights = [entry.names.get("weight") for entry in self._entries]
         for i, weight in enumerate(weights):
             if weight in keys and weights.count(weight) == 1:

@@ -119,13 +119,13 @@ class BlockPlan:
         names = [n for n in (use.weight, use.bias) if n is not None and n not in self.diagonals]
         has_both = len(names) == 2
         if has_both and self._are_partners(use.weight, use.bias):
-            return [BlockKey(str(kind), tuple(names), is_transposed=is_transposed)]
+            return [BlockKey(kind, tuple(names), is_transposed=is_transposed)]
         keys = []
         for name in names:
             is_weight = name == use.weight
             is_bias = name == use.bias
             key = BlockKey(
-                str(kind), (name,), bias=is_bias, is_transposed=is_transposed and is_weight
+                kind, (name,), is_bias=is_bias, is_transposed=is_transposed and is_weight
             )
             keys.append(key)
         return keys
@@ -141,14 +141,14 @@ class BlockPlan:
     def weight_block(self, names: Names) -> BlockKey | None:
         """Return the block of a layer's weight, if it is a Kronecker one."""
         key = self._blocks.get(names.get("weight") or "")
-        if key is not None and key.kronecker:
+        if key is not None and key.is_kronecker:
             return key
         return None
 
     def bias_block(self, names: Names) -> BlockKey | None:
         """Return the block of a layer's bias, if it is one by itself."""
         key = self._blocks.get(names.get("bias") or "")
-        if key is not None and key.kronecker and key.bias:
+        if key is not None and key.is_kronecker and key.is_bias:
             return key
         return None
 

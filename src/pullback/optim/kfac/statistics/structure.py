@@ -20,7 +20,7 @@ from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, Proof
 from ....maps.record import Entry, ForwardRecord, RecordedPass
 from ....maps.replay import CompoundReplays
 from ...checks import refuse_sparse
-from ..factors.block import DIAGONAL, Bases, BlockKey
+from ..factors.block import DIAGONAL, Bases, BlockKey, BlockKind
 from ..options import Options
 from .compound import add_map_moments, compute_tap_moments, list_map_uses
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, are_sums_equal, form_inputs
@@ -243,7 +243,7 @@ class BlockStructure:
                 continue
             if layer.input_first and name in untransposed:
                 continue
-            key = BlockKey("kronecker", (name,), is_transposed=layer.input_first)
+            key = BlockKey(BlockKind.KRONECKER, (name,), is_transposed=layer.input_first)
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
 
     def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
@@ -265,7 +265,7 @@ class BlockStructure:
             for tap in taps:
                 name = record.name(tap.weight)
                 if name is not None:
-                    key = BlockKey("kronecker", (name,))
+                    key = BlockKey(BlockKind.KRONECKER, (name,))
                     moments = compute_tap_moments(tap, self._sharing)
                     _add_inputs(pool, key, call.compound, moments, leaves[name])
 
@@ -401,7 +401,7 @@ class BlockStructure:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
-                sums = pool.of(BlockKey("diagonal", (name,)))
+                sums = pool.of(BlockKey(BlockKind.DIAGONAL, (name,)))
                 sums.add(DIAGONAL, flat.square()[:, None, None])
 
 

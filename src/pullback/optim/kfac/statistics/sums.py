@@ -26,21 +26,21 @@ from ....maps.proof import accumulate
 from ..factors.block import SPECTRUM, BlockKey, FactorKey, FactorSide
 
 #: the factors of a bias that has a block by itself; its input is 1 everywhere
-BIAS_INPUT = FactorKey("bias", FactorSide.RIGHT)
-BIAS_OUTPUT = FactorKey("bias", FactorSide.LEFT)
+BIAS_INPUT = FactorKey("bias", FactorSide.COLUMNS)
+BIAS_OUTPUT = FactorKey("bias", FactorSide.ROWS)
 
 
 def get_factor_keys(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
     """Return the keys of the input factor and of the output factor of a layer's weight.
 
-    The output factor acts on the rows of the block, unless the weight's rows belong to its input
-    and the block is not that of its transpose.
+    The input factor acts on the columns of the block. It acts on the rows where the layer holds its
+    weight as (inputs, outputs), as an embedding does, and the block is not that of the transpose.
     """
-    left = FactorKey(layer.use, FactorSide.LEFT)
-    right = FactorKey(layer.use, FactorSide.RIGHT)
+    rows = FactorKey(layer.use, FactorSide.ROWS)
+    columns = FactorKey(layer.use, FactorSide.COLUMNS)
     if layer.input_first and not key.is_transposed:
-        return left, right
-    return right, left
+        return rows, columns
+    return columns, rows
 
 
 @dataclass
@@ -159,10 +159,10 @@ def compute_means(
         if BIAS_OUTPUT in factors:
             groups = factors[BIAS_OUTPUT].shape[0]
             factors[BIAS_INPUT] = get_entries(factors[BIAS_OUTPUT]).new_ones(groups, 1)
-        roles = {factor.role for factor in block_sums.values}
+        uses = {factor.use for factor in block_sums.values}
         for factor, moments in block_sums.inputs.items():
-            if factor.role in roles:
-                input_factors = _list_input_factors(factor, moments, key.joint)
+            if factor.use in uses:
+                input_factors = _list_input_factors(factor, moments, key.is_joint)
                 input_sums.add(input_factors.values(), moments.positions)
                 factors |= input_factors
         factors_by_block[key] = factors
@@ -183,7 +183,7 @@ def _list_input_factors(
     if len(moments.second.shape) == 3:
         return {
             factor: pack(moments.second),
-            FactorKey(factor.role, FactorSide.MEAN): moments.first,
+            FactorKey(factor.use, FactorSide.MEAN): moments.first,
         }
     counts = moments.positions
     if isinstance(counts, Tensor):

@@ -10,7 +10,7 @@ import torch
 from ....grams import RowBlock
 from ....grams.kronecker.packed_matrix import pack
 from ....maps.layers import AffineBlock
-from ..factors.block import DIAGONAL, BlockKey, FactorKey, FactorSide
+from ..factors.block import DIAGONAL, BlockKey, BlockKind, FactorKey, FactorSide
 from ..options import Options
 from .covectors import draw_signs
 from .sums import Pool
@@ -29,15 +29,15 @@ def average_terms(
         covectors = _form_term_covectors(term, options, generator)
         for block in term.linearization.pullback_factored(covectors).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
-                sums = pool.of(BlockKey("kronecker", block.names))
+                sums = pool.of(BlockKey(BlockKind.KRONECKER, block.names))
                 left, right = block.sides(options.sharing.longest)
-                role = f"term {number}"
-                sums.values[FactorKey(role, FactorSide.LEFT)] = pack(left)
-                sums.values[FactorKey(role, FactorSide.RIGHT)] = pack(right)
+                use = f"term {number}"
+                sums.values[FactorKey(use, FactorSide.ROWS)] = pack(left)
+                sums.values[FactorKey(use, FactorSide.COLUMNS)] = pack(right)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]
-                pool.of(BlockKey("diagonal", (name,))).add(DIAGONAL, squares)
+                pool.of(BlockKey(BlockKind.DIAGONAL, (name,))).add(DIAGONAL, squares)
     return {key: sums.values for key, sums in pool.sums.items()}
 
 
