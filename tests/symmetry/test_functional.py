@@ -78,6 +78,10 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear of a copy": lambda x, w: F.linear(x, w.T.contiguous()),
     "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
     "baddbmm": lambda x, w: torch.baddbmm(x.new_zeros(1, 1, 1), x[None], w[None])[0],
+    "baddbmm, constant in float32": lambda x, w: torch.baddbmm(
+        torch.zeros(1, 1, 1, dtype=torch.float32), x[None], w[None]
+    )[0],
+    "input in float32": lambda x, w: x.float() @ w,
     "addmm": lambda x, w: torch.addmm(x.new_zeros(w.shape[1]), x, w),
     "addmm, times a number": lambda x, w: torch.addmm(x.new_zeros(5), x, w, beta=2, alpha=3),
     "times a number": lambda x, w: x @ (w * 2),

@@ -148,8 +148,13 @@ def _refuse_model(model: Any) -> None:
             require_finite_tensor(f"Parameter {name!r}", p)
 
 
-class _GroupedProducts(TorchFunctionMode):
-    """Grouped products in float64, for which torch has no kernel: each row by its own matrix."""
+class _WideArithmetic(TorchFunctionMode):
+    """Operations in float64 that torch refuses: grouped products, and products of mixed types.
+
+    Grouped products have no kernel for it: each row is multiplied by its matrix. A model that makes
+    a constant, such as the `torch.zeros(...)` that `baddbmm` adds to, makes it in its own type: the
+    constant is converted.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -159,7 +164,33 @@ class _GroupedProducts(TorchFunctionMode):
             product = _multiply_groups(*args, **kwargs)
             if product is not None:
                 return product
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if _writes_in_place(func, kwargs) or not _mixes_types((args, kwargs)):
+                raise
+            wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
+            return func(*wide_args, **wide_kwargs)
+
+
+def _writes_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a function writes to one of its arguments, of which no copy may be made."""
+    name = getattr(func, "__name__", "_")
+    return name.endswith("_") or "out" in kwargs
+
+
+def _mixes_types(arguments: Any) -> bool:
+    """Return True if some of the floating-point arguments are in float64, and others are not."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return torch.float64 in types and len(types) > 1
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Return the tensor, in float64 if it is floating-point; derivatives pass through."""
+    if tensor.is_floating_point():
+        return tensor.double()
+    return tensor
 
 
 def _multiply_groups(
@@ -199,7 +230,7 @@ def _plain_functions() -> Iterator[None]:
     original_apply = function_class.__dict__["apply"]
     function_class.apply = classmethod(forward)
     try:
-        with _GroupedProducts():
+        with _WideArithmetic():
             yield
     finally:
         function_class.apply = original_apply
