@@ -83,14 +83,14 @@ SQUARES_OF_REAL_TARGETS = {
 }
 
 
+@pytest.mark.parametrize("optimizer", ["natural", "kfac"])
 @pytest.mark.parametrize("likelihood", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()], ids=repr)
 @pytest.mark.parametrize("loss", SQUARES_OF_REAL_TARGETS.values(), ids=SQUARES_OF_REAL_TARGETS)
-def test_a_squared_error_of_real_targets_is_noticed_once(likelihood: Any, loss: Any) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return pb.NaturalGradient(model, likelihood=likelihood, lr=1e-4)
-
+def test_a_squared_error_of_real_targets_is_noticed_once(
+    optimizer: str, likelihood: Any, loss: Any
+) -> None:
     with pytest.warns(RuntimeWarning, match=r"squared error.*MSELoss") as messages:
-        train(make, network(), loss)
+        train(make_of_likelihood(optimizer, likelihood), network(), loss)
     assert sum("squared error" in str(each.message) for each in messages) == 1
 
 

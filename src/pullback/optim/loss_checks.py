@@ -33,6 +33,26 @@ class LossTest:
 _TEST = LossTest()
 
 
+@dataclass(frozen=True)
+class OutputGradient:
+    """What a squared error is recognized by, without the outputs themselves.
+
+    Attributes:
+        shape: of the outputs, samples first.
+        dtype: of the outputs.
+        squared_length: Σ (∂loss/∂z)², on the outputs' device.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    squared_length: Tensor
+
+    @classmethod
+    def measure(cls, z: Tensor, cotangent: Tensor) -> OutputGradient:
+        """Measure ∂loss/∂z at the outputs z; the device is not waited for."""
+        return cls(z.shape, z.dtype, cotangent.detach().double().square().sum())
+
+
 def warn_mismatch(
     metric: Metric,
     z: Tensor,
@@ -40,8 +60,10 @@ def warn_mismatch(
     reduction: str,
     stacklevel: int,
     loss: float | None = None,
-) -> None:
+) -> bool:
     """Warn where ∂loss/∂z at the outputs z, samples first, is certainly of another loss.
+
+    Return whether it is.
 
     Args:
         metric: of the outputs.
@@ -52,33 +74,52 @@ def warn_mismatch(
         loss: its value, where it is known and these are all of its outputs.
     """
     reason = metric.mismatch(z, cotangent)
-    likelihood = metric.likelihood if isinstance(metric, Fisher) else None
-    if not reason and likelihood is not None:
-        reason = recognize_reduction(likelihood, z, cotangent, reduction)
-    if not reason and likelihood is not None and loss is not None:
-        reason = recognize_squared_error(likelihood, z, cotangent, loss)
+    if not reason and isinstance(metric, Fisher):
+        reason = recognize_reduction(metric.likelihood, z, cotangent, reduction)
     if reason:
-        message = f"The metric does not fit the loss: {reason}."
-        warnings.warn(message, RuntimeWarning, stacklevel + 1)
+        _warn(reason, stacklevel + 1)
+        return True
+    if loss is None:
+        return False
+    return warn_squared_error(metric, OutputGradient.measure(z, cotangent), loss, stacklevel + 1)
 
 
-def recognize_squared_error(
-    likelihood: Likelihood, z: Tensor, cotangent: Tensor, loss: float
-) -> str:
+def warn_squared_error(
+    metric: Metric, gradient: OutputGradient, loss: float, stacklevel: int
+) -> bool:
+    """Warn where a loss of these outputs alone is certainly a squared error, and another's metric.
+
+    The cotangent alone does not tell, if the targets are real numbers. Return whether it is one.
+    """
+    if not isinstance(metric, Fisher):
+        return False
+    reason = recognize_squared_error(metric.likelihood, gradient, loss)
+    if reason:
+        _warn(reason, stacklevel + 1)
+    return bool(reason)
+
+
+def _warn(reason: str, stacklevel: int) -> None:
+    message = f"The metric does not fit the loss: {reason}."
+    warnings.warn(message, RuntimeWarning, stacklevel + 1)
+
+
+def recognize_squared_error(likelihood: Likelihood, gradient: OutputGradient, loss: float) -> str:
     """Return why a loss is certainly a squared error and the likelihood another, or "".
 
     A loss κ Σ (z − y)² has the gradient 2κ (z − y), so that it is Σ (∂loss/∂z)² / 4κ for any
     targets y. κ is one or a half for a sum, divided by the samples or by the entries for a mean.
     """
-    epsilon = torch.finfo(z.dtype).eps
+    epsilon = torch.finfo(gradient.dtype).eps
+    entries = gradient.shape.numel()
     is_other = isinstance(likelihood, (Bernoulli, Categorical, Poisson))
-    if not is_other or epsilon > _TEST.largest_epsilon or z.numel() < _TEST.least_entries:
+    if not is_other or epsilon > _TEST.largest_epsilon or entries < _TEST.least_entries:
         return ""
-    squares = float(cotangent.double().square().sum())
+    squares = float(gradient.squared_length)
     if not loss > 0 or not squares > 0:
         return ""
     scale = squares / (4 * loss)
-    divisors = {factor * count for factor in (1, 2) for count in (1, len(z), z.numel())}
+    divisors = {factor * count for factor in (1, 2) for count in (1, gradient.shape[0], entries)}
     error = min(abs(scale * divisor - 1) for divisor in divisors)
     if error > _TEST.round_off * epsilon:
         return ""

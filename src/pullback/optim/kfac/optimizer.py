@@ -568,6 +568,7 @@ class KFAC(Optimizer):
         `expects_statistics` says that the passes before this step were to give statistics.
         """
         loss = evaluate(problem, closure)
+        self._capture.check_squared_error(loss)
         gradients = self._collect_gradients()
         if self._is_idle(gradients):
             self._capture.clear_pool()

@@ -38,7 +38,12 @@ from ....grams.kronecker.packed_matrix import FactorMatrix
 from ....maps.record import ForwardRecord, ModelLayers, RecordedPass, find_factor_layer
 from ....maps.roles import assign_roles
 from ...checks import find_user_stacklevel, warn_derivatives
-from ...loss_checks import warn_mismatch, warn_missing_batch_axis
+from ...loss_checks import (
+    OutputGradient,
+    warn_mismatch,
+    warn_missing_batch_axis,
+    warn_squared_error,
+)
 from ..assignment import Assignment
 from ..factors.block import BlockKey, FactorKey
 from ..options import Options
@@ -112,6 +117,7 @@ class StatisticsCapture:
         self._started_call: StartedCall | None = None
         self.watch = Watch(self, model)
         self._checks_left = _LIMITS.checks
+        self._first_gradient: OutputGradient | None = None  # until the first step reads it
         self._counted_all = False  # whether all positions of the last pass counted
         #: whether a second thread measures while a backward pass goes on; None for on a GPU
         self.overlaps: bool | None = None
@@ -552,8 +558,12 @@ class StatisticsCapture:
         cotangent = move_samples_first(slope, options.batch_dim)
         if self._checks_left == _LIMITS.checks:
             stacklevel = find_user_stacklevel()
-            warn_mismatch(options.metric, value, cotangent, options.reduction, stacklevel)
+            has_warned = warn_mismatch(
+                options.metric, value, cotangent, options.reduction, stacklevel
+            )
             warn_missing_batch_axis(z, inputs, stacklevel)
+            if not has_warned:
+                self._first_gradient = OutputGradient.measure(value, cotangent)
         self._checks_left -= 1
         if options.fisher != "empirical" or options.accepts_scaled_loss:
             return
@@ -575,6 +585,20 @@ class StatisticsCapture:
                 RuntimeWarning,
                 stacklevel=find_user_stacklevel(),
             )
+
+    def check_squared_error(self, loss: Any) -> None:
+        """Warn if the loss of the first step's only pass is a squared error under another metric.
+
+        A step without a closure has no loss: None.
+        """
+        gradient = self._first_gradient
+        if gradient is None:
+            return
+        self._first_gradient = None
+        is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        if is_number and self.pool.calls == 1:
+            stacklevel = find_user_stacklevel()
+            warn_squared_error(self._options.metric, gradient, float(loss), stacklevel)
 
     def take_means(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]] | None:
         """Return the means of what was pooled since the last step, and empty the pool.
