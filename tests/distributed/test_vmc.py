@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -121,6 +122,40 @@ def flips(rank: int, size: int) -> None:
 @CHECKS.add
 def exchanges(rank: int, size: int) -> None:
     compare(rank, size, vmc.Heisenberg(vmc.Chain(6)))
+
+
+class UndefinedLater(vmc.Rbm):
+    """A network whose amplitude can be made NaN."""
+
+    is_undefined = False
+
+    def forward(self, configurations: Tensor) -> Tensor:
+        value = super().forward(configurations)
+        return value * torch.nan if self.is_undefined else value
+
+
+@CHECKS.add
+def undefined_on_one_process(rank: int, size: int) -> None:
+    """All processes end where the amplitude of one is undefined; none waits for its samples."""
+    torch.manual_seed(0)
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(4), field=1.0)
+    network = UndefinedLater(4, 1).double()
+
+    def lose_amplitude(run: Minimization) -> None:
+        network.is_undefined = rank == size - 1 and len(run.history) == 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = vmc.minimize(
+            hamiltonian,
+            network,
+            steps=5,
+            samples=20 * size,
+            callbacks=[lose_amplitude],
+            progress=False,
+        )
+    assert result.verdict.stop_reason is vmc.StopReason.NOT_FINITE
+    assert len(result.history) == 2
 
 
 @pytest.mark.parametrize("name", CHECKS.functions)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback import vmc
-from pullback.steps import Constant, Spring
+from pullback.steps import Constant, Spring, Step
+from pullback.steps.base import Local, Move, reject
 from pullback.vmc.statistics import EnergyStatistics
 from pullback.vmc.verdict import Evidence, judge
 from tests.vmc.states import make_network
@@ -182,6 +183,31 @@ def test_a_run_resumes_to_the_same_bits(ising: vmc.TransverseFieldIsing, tmp_pat
     assert result.energy == want.energy
     for one, two in zip(whole.parameters(), halves.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+class RejectAlways(Step):
+    """A step that leaves the parameters where they are."""
+
+    def take(self, local: Local) -> Move:
+        return reject(local.direction(), "always")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rejected_steps_are_counted_on_after_a_checkpoint(
+    ising: vmc.TransverseFieldIsing, tmp_path: Path
+) -> None:
+    for steps in (4, 30):
+        result = vmc.minimize(
+            ising,
+            rbm(ising.lattice),
+            steps=steps,
+            samples=20,
+            step=RejectAlways(),
+            progress=False,
+            checkpoint=tmp_path / "run.pt",
+        )
+    assert result.verdict.stop_reason is vmc.StopReason.NO_STEP
+    assert len(result.history) == 10
 
 
 def test_a_checkpoint_of_another_run_is_refused(

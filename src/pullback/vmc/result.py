@@ -46,7 +46,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The statistical error of `energy`."""
+        """The standard error of `energy`, from the scatter of the chains' means."""
         return self.statistics.error
 
     @property
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def stopped(self) -> str:
-        """Return why the run ended, and a remedy where the result is not good enough."""
+        """Why the run ended, and a remedy where the result is not good enough."""
         return self.verdict.text
 
     def save(self, path: str | Path) -> None:
@@ -85,13 +85,13 @@ class Result:
         saved = state["verdict"]
         problem = saved["chain_problem"]
         verdict = VMCVerdict(
-            StopReason[saved["stop_reason"]],
-            Outcome[saved["outcome"]],
-            None if problem is None else ChainProblem[problem],
-            saved["v_score"],
-            saved["falling"],
-            saved["sector"],
-            saved.get("frustration", math.nan),
+            stop_reason=StopReason[saved["stop_reason"]],
+            outcome=Outcome[saved["outcome"]],
+            chain_problem=None if problem is None else ChainProblem[problem],
+            v_score=saved["v_score"],
+            falling=saved["falling"],
+            sector=saved["sector"],
+            frustration=saved.get("frustration", math.nan),
         )
         fresh = None
         if state.get("fresh") is not None:
@@ -111,7 +111,7 @@ class Result:
 
 
 def correlate_spins(samples: Tensor, permutations: Tensor) -> Tensor:
-    """Return ⟨s_i s_g(i)⟩ of σᶻ, averaged over samples and sites i, for permutations g: (len(g),).
+    """Return ⟨s_i s_g(i)⟩ of spins ±1, averaged over samples and sites i, one number for each g.
 
     With `lattice.translations()` it is the correlation against the distance.
     """

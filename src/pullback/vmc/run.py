@@ -234,16 +234,8 @@ class Minimization:
 
     def _draw_batch(self, chains: MarkovChains) -> Batch:
         """Return samples of |ψ|² and their local energies, joined over the processes."""
-        start = self._read_clock()
-        self._evaluator.refresh()
-        drawn = chains.draw(self._evaluator)
-        after_sampling = self._read_clock()
-        flat = drawn.flatten(0, 1)
-        energies = compute_local_energies(self.hamiltonian, self._evaluator, flat)
-        self._stage_seconds.sampling = after_sampling - start
-        self._stage_seconds.energies = self._read_clock() - after_sampling
-        by_chain = energies.values.view(drawn.shape[:2])
-        real_energies = torch.view_as_real(by_chain)
+        drawn, local_energies = self._draw_on_all_processes(chains)
+        real_energies = torch.view_as_real(local_energies)
         drawn, real_energies = self._processes.gather([drawn, real_energies], "samples")
         by_chain = torch.view_as_complex(real_energies)
         if not bool(torch.isfinite(real_energies).all()):
@@ -255,6 +247,41 @@ class Minimization:
             )
         statistics = summarize(by_chain, drawn)
         return Batch(drawn.flatten(0, 1), by_chain.flatten(), statistics)
+
+    def _draw_on_all_processes(self, chains: MarkovChains) -> tuple[Tensor, Tensor]:
+        """Return `_draw_here`; raise on all processes if the amplitude is undefined on one.
+
+        Chains of one process may be where ψ vanishes while those of the others are not. The others
+        would wait for its samples.
+        """
+        error: UndefinedAmplitude | None = None
+        samples = None
+        try:
+            samples = self._draw_here(chains)
+        except UndefinedAmplitude as undefined:
+            error = undefined
+        is_defined = self._processes.all_agree(error is None)
+        if error is not None:
+            raise error
+        if not is_defined or samples is None:
+            raise UndefinedAmplitude(
+                "Another process has no amplitude",
+                "log ψ is not finite where its chains are",
+                "See its error",
+            )
+        return samples
+
+    def _draw_here(self, chains: MarkovChains) -> tuple[Tensor, Tensor]:
+        """Return samples of this process, (chains, per_chain, sites), and their local energies."""
+        start = self._read_clock()
+        self._evaluator.refresh()
+        drawn = chains.draw(self._evaluator)
+        after_sampling = self._read_clock()
+        flat = drawn.flatten(0, 1)
+        energies = compute_local_energies(self.hamiltonian, self._evaluator, flat)
+        self._stage_seconds.sampling = after_sampling - start
+        self._stage_seconds.energies = self._read_clock() - after_sampling
+        return drawn, energies.values.view(drawn.shape[:2])
 
     def _make_closure(self, batch: Batch, rate: float) -> EnergyClosure:
         """Return the closure of one step."""
@@ -419,6 +446,7 @@ class Minimization:
             "optimizer": self.optimizer.state_dict(),
             "chains": chain_states,
             "history": self.history.as_dict(),
+            "rejected": self._rejected,
         }
         FORMAT.write(path, {"run": state})
 
@@ -429,6 +457,7 @@ class Minimization:
         self.optimizer.load_state_dict(state["optimizer"])
         self.chains.load(state["chains"][self._processes.rank])
         self.history = History.from_dict(state["history"])
+        self._rejected = state.get("rejected", 0)
 
 
 def _make_group_of_one() -> Any:
