@@ -91,6 +91,13 @@ def split_after_padding(y: Tensor) -> Tensor:
     return attend(*map(heads, y.chunk(3, -1)))[:, :-2]
 
 
+def split_after_depthwise_convolution(y: Tensor) -> Tensor:
+    """A causal convolution of every channel by itself, as Mamba has it before it splits them."""
+    filters = torch.ones(y.shape[-1], 1, 3)
+    y = F.conv1d(F.pad(y.mT, (2, 0)), filters, groups=len(filters)).mT
+    return attend(*map(heads, F.silu(y).chunk(3, -1)))
+
+
 SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (attend_to_chunks, (WIDTH,) * 3),
     (attend_to_views, (WIDTH,) * 3),
@@ -102,6 +109,7 @@ SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (apply_gate, (WIDTH, WIDTH)),
     (glu, (WIDTH, WIDTH)),
     (split_after_padding, (WIDTH,) * 3),
+    (split_after_depthwise_convolution, (WIDTH,) * 3),
     (torch.relu, (WIDTH,)),
 ]
 
@@ -143,6 +151,32 @@ def test_splits_of_fused_weights(
     assert roles["mix.weight"].split == (WIDTH,)
     assert (roles["head.weight"].role, roles["head.weight"].split) == ("head", (5,))
     assert roles["fused.bias"].role == "vector"
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, nn.utils.parametrizations.weight_norm])
+def test_depthwise_layers_keep_the_rows_of_their_channels_apart(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    class Mixer(nn.Module):
+        """The mixer of a state-space model: x, B and C pass a convolution, z and dt do not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = nn.Linear(WIDTH, 2 * WIDTH + 4 + 4 + 3)
+            self.conv = wrap(nn.Conv1d(WIDTH + 8, WIDTH + 8, 3, padding=2, groups=WIDTH + 8))
+            self.head = nn.Linear(WIDTH, 5)
+
+        def forward(self, u: Tensor) -> Tensor:
+            z, mixed, dt = self.fused(u).split([WIDTH, WIDTH + 8, 3], -1)
+            mixed = F.silu(self.conv(mixed.mT)[..., : u.shape[1]].mT)
+            x, b, c = mixed.split([WIDTH, 4, 4], -1)
+            scores = torch.einsum("bsn,btn->bst", b, c).tril()
+            step = F.softplus(dt).repeat_interleave(4, -1)
+            return self.head((scores @ (x * step)) * F.silu(z))
+
+    roles = rows(Mixer(), torch.randn(2, 4, WIDTH))
+    assert roles["fused.weight"].split == (12, 12, 4, 4, 3)
+    assert {row.role for name, row in roles.items() if name.startswith("conv")} == {"vector"}
 
 
 def test_rows_by_turns_are_not_split() -> None:

@@ -66,7 +66,7 @@ EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
         "classifier.weight": ("head", (5,)),
     },
     "GPT-NeoX": {"gpt_neox.layers.0.attention.query_key_value.weight": ("matrix", (144,))},
-    "Mamba2": {"backbone.layers.0.mixer.in_proj.weight": ("matrix", (96, 112, 6))},
+    "Mamba2": {"backbone.layers.0.mixer.in_proj.weight": ("matrix", (96, 96, 8, 8, 6))},
     "Wav2Vec2-Conformer": {
         "wav2vec2_conformer.encoder.layers.0.conv_module.pointwise_conv1.weight": (
             "convolution",

@@ -5,8 +5,8 @@ the gate and the other half of a gated layer. The model shows it after the produ
 chunks, views or indexes the output, and uses the pieces apart. `OutputParts` follows every output
 by a tensor of *row labels*, an integer tensor of the output's shape that says which row of the
 weight made an entry. A function that selects or moves entries is applied to the labels as well;
-elementwise functions and normalizations leave them as they are; every other function *uses* the
-rows that it gets. Rows used by one function belong together.
+elementwise functions, normalizations and depthwise convolutions leave them as they are; every other
+function *uses* the rows that it gets. Rows used by one function belong together.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ _CONTRACTIONS = frozenset(
      "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
      "scaled_dot_product_attention", "multi_head_attention_forward")
 )  # fmt: skip
+_CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
 #: transposed convolutions, whose weights have inputs first
 TRANSPOSED_CONVOLUTIONS = frozenset(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 #: functions with a weight as second argument, which a parametrization may have made
-_WEIGHTED = frozenset(("linear", "conv1d", "conv2d", "conv3d")) | TRANSPOSED_CONVOLUTIONS
+_WEIGHTED = frozenset(("linear",)) | _CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 #: the label of entries that no row made: padding, and what was put beside a weight's output
 _NO_ROW = -1
 
@@ -183,7 +184,9 @@ class OutputParts(TorchFunctionMode):
             self._use_halves(args, kwargs, sources)
             return
         labels = None
-        if not self._is_recorded and name not in _CONTRACTIONS:
+        if _is_depthwise(name, args, kwargs):
+            labels = _find_channel_labels(sources, results[0], args, kwargs)
+        elif not self._is_recorded and name not in _CONTRACTIONS:
             labels = self._derive_labels(name, func, args, kwargs, results, arguments)
         if labels is None:
             _mark_used(sources)
@@ -288,9 +291,11 @@ class OutputParts(TorchFunctionMode):
         below = frozenset(self._find_parameters_below(weight))
         if not below:
             return
-        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        groups = _get_groups(args, kwargs)
         shape = tuple(weight.shape)
         self.computed.append(ComputedWeight(name, shape, groups, below, result.grad_fn))
+        if _is_depthwise(name, args, kwargs):
+            return
         if name == "linear":
             axis = -1
         else:
@@ -336,10 +341,13 @@ class OutputParts(TorchFunctionMode):
 def list_row_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
     """Return the axes of an output that count rows of the module's weight, the slowest first.
 
-    Empty for a module whose output does not have a row of its weight behind each entry.
+    Empty for a module whose output does not have a row of its weight behind each entry, and for a
+    depthwise convolution, which has no matrix.
     """
     if isinstance(module, WeightNormUse):
         return list_row_axes(module.inner, ndim)
+    if isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.out_channels > 1:
+        return ()
     if isinstance(module, nn.modules.conv._ConvNd):
         return (-1 - len(module.kernel_size),)
     if isinstance(module, ProductUse):
@@ -417,6 +425,42 @@ def _find_common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> R
     if all(_have_same_rows(source, first) for source in sources[1:]):
         return RowLabels(first.weights, first.labels)
     return None
+
+
+def _is_depthwise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for a convolution that makes each channel from one channel of its input."""
+    if name not in _CONVOLUTIONS:
+        return False
+    weight = _get_second_argument(args, kwargs, "weight", None)
+    groups = _get_groups(args, kwargs)
+    return 1 < groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _get_groups(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of groups from the arguments of a convolution."""
+    if "groups" in kwargs:
+        return kwargs["groups"]
+    if len(args) > 6:
+        return args[6]
+    return 1
+
+
+def _find_channel_labels(
+    sources: Sequence[RowLabels], result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[RowLabels] | None:
+    """Return the labels of a depthwise convolution's result, channel by channel.
+
+    None where the weight has labels too, or where a channel's entries come from several rows.
+    """
+    source = sources[0]
+    if len(sources) > 1 or source.labels.ndim != result.ndim:
+        return None
+    labels = _narrow_expanded_axes(source.labels)
+    positions = range(2 - _get_second_argument(args, kwargs, "weight", None).ndim, 0)
+    of_channels = labels.amax([*positions], keepdim=True)  # _NO_ROW, of padding, is below all rows
+    if not bool(((labels == of_channels) | (labels == _NO_ROW)).all()):
+        return None
+    return [RowLabels(source.weights, of_channels.expand(result.shape), source.is_linear)]
 
 
 def _have_same_rows(one: RowLabels, two: RowLabels) -> bool:
