@@ -22,7 +22,6 @@ from .world import World, place, round_off
 CHECKS = Checks(__name__)
 SIZE = 3
 CUTS = (0, 5, 5, 12)  # process 1 has no samples
-STEPS = 4
 
 
 def mlp(width: int = 6, outputs: int = 3) -> nn.Module:
@@ -83,7 +82,7 @@ def compare(
     *,
     wrap: bool = True,
     cuts: tuple[int, ...] = CUTS,
-    number: int = STEPS,
+    number: int = 4,
     tol: float = 1e-10,
 ) -> list[Any]:
     """Steps of all processes on their samples are those of the first one alone on all samples."""
@@ -304,7 +303,7 @@ def objectives(rank: int, size: int) -> None:
     options: Any = {"solver": pb.solvers.PseudoInverse(1e-8), "step": pb.steps.TargetRatio()}
     sharing = pb.NaturalGradient(shared, **options, group=dist.group.WORLD)
     local_objective = objective(shared, x[[slice(0, 4), slice(0, 0), slice(4, 12)][rank]])
-    infos = [sharing.step(objective=local_objective) for _ in range(STEPS)]
+    infos = [sharing.step(objective=local_objective) for _ in range(4)]
     same_everywhere(flat(shared))
     told_everywhere([(info.loss, info.rows) for info in infos])
     if rank == 0:

@@ -22,7 +22,6 @@ from .checks import Checks, only, same_everywhere, told_everywhere
 from .world import World
 
 CHECKS = Checks(__name__)
-CHAINS = 12
 
 
 class JoinedChains:
@@ -76,16 +75,17 @@ def join_chains_of(size: int) -> type[Minimization]:
 def minimize(
     hamiltonian: vmc.Hamiltonian, network: nn.Module, size: int, group: object
 ) -> vmc.Result:
+    chains = 12
     return vmc.minimize(
         hamiltonian,
         network,
         steps=4,
-        samples=2 * CHAINS * size,
+        samples=2 * chains * size,
         seed=3,
-        sampler=Metropolis(chains=CHAINS, thermalization=20),
+        sampler=Metropolis(chains=chains, thermalization=20),
         solver=Cholesky(1e-2),
         step=Spring(0.8),
-        measure=4 * CHAINS * size,
+        measure=4 * chains * size,
         progress=False,
         group=group,
     )

@@ -20,7 +20,7 @@ from pullback.cli import files
 from pullback_experiments import Context, Item, Paused, registry
 from pullback_experiments.commands.report import collect_entries
 from pullback_experiments.framework import environment, executor, experiment, progress
-from pullback_experiments.framework.check import UNFINISHED
+from pullback_experiments.framework.check import ExitStatus
 from pullback_experiments.framework.store import Store, checkpoints
 
 from .small import Small, quiet, said
@@ -212,7 +212,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> None:
     console = quiet()
     outcome = executor.run(Small(before=clock.second), out=tmp_path, console=console, seconds=3.5)
-    assert outcome.status == UNFINISHED
+    assert outcome.status == ExitStatus.UNFINISHED
     # the fourth would end after 4 s, and items are known to take one
     assert outcome.finished == 3
     assert "Unfinished: 3 of 6 items, 1 of 3 seeds" in said(console)
@@ -243,14 +243,14 @@ def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Cl
         ours = Long(before=clock.parts(4))
         statuses.append(executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status)
     # 3 of the first; its last and 2 of the second; its last 2
-    assert statuses == [UNFINISHED, UNFINISHED, 0]
+    assert statuses == [ExitStatus.UNFINISHED, ExitStatus.UNFINISHED, 0]
     assert [run["took"] for run in state(tmp_path)["runs"]] == [4, 4]
     assert not (tmp_path / "small.work").exists()
 
 
 def test_checkpoints_of_another_configuration_are_refused(tmp_path: Path, clock: Clock) -> None:
     ours = Small(rates=(0.1,), before=clock.parts(50))
-    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=5).status == UNFINISHED
+    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=5).status == ExitStatus.UNFINISHED
     (tmp_path / "small.json").unlink()
     with pytest.raises(PullbackError, match=r"checkpoints of another configuration: steps differ"):
         executor.run(replace(ours, steps=9), seeds=[0], out=tmp_path)
@@ -465,7 +465,7 @@ def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
         clock.parts(4)(key, context)
 
     ours = Small(rates=(0.1,), before=other)
-    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status == UNFINISHED
+    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status == ExitStatus.UNFINISHED
     assert executor.run(ours, seeds=[0], out=tmp_path).finished == 1
     assert not (tmp_path / "small.work").exists()
 

@@ -18,12 +18,13 @@ from pullback.geometry.charts.reparametrize import Reparametrized, reparametrize
 from tests.geometry.charts import mixing, shear
 from tests.pairs import each_once
 
-SIZE = 26
-
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+SIZE = sum(p.numel() for p in network().parameters())
 
 
 def inputs(count: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:

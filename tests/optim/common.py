@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import pullback as pb
 
 DOUBLE = torch.float64
+#: of the optimizers and of the dense solutions that they are compared with
+DAMPING = 1e-2
 
 
 def mlp(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import pullback as pb
 
 from .common import (
+    DAMPING,
     DOUBLE,
     assert_close,
     closure_of,
@@ -26,7 +27,6 @@ from .common import (
 )
 
 MSE = pb.metrics.Fisher(pb.likelihoods.MSE())
-DAMPING = 1e-2
 
 
 def natural(model, **options) -> pb.NaturalGradient:

@@ -12,6 +12,7 @@ import pullback as pb
 from tests.pairs import each_once
 
 from .common import (
+    DAMPING,
     DOUBLE,
     assert_close,
     closure_of,
@@ -27,7 +28,6 @@ from .common import (
 )
 
 MSE = pb.metrics.Fisher(pb.likelihoods.MSE())
-DAMPING = 1e-2
 SPACES = pytest.mark.parametrize("samples", [4, 40], ids=["sample space", "parameter space"])
 
 

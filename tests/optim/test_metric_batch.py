@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import pullback as pb
 
 from .common import (
+    DAMPING,
     DOUBLE,
     assert_close,
     closure_of,
@@ -19,7 +20,6 @@ from .common import (
     vector,
 )
 
-DAMPING = 1e-2
 FISHER = pb.metrics.Fisher(pb.likelihoods.Categorical())
 
 

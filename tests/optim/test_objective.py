@@ -11,6 +11,7 @@ import pullback as pb
 from tests.pairs import all_pairs
 
 from .common import (
+    DAMPING,
     DOUBLE,
     assert_close,
     data,
@@ -24,8 +25,6 @@ from .common import (
     solve_damped,
     vector,
 )
-
-DAMPING = 1e-2
 
 
 def natural(model: nn.Module, **options) -> pb.NaturalGradient:

@@ -20,7 +20,6 @@ from pullback_experiments.problems import AllenCahn
 
 _TIMES = (0.5, 1.5)
 _COUNTS = {"equation": 40, "initial": 10}
-_DAMPING = 1e-3
 
 
 def _problem() -> pde.Problem:
@@ -89,6 +88,7 @@ def _flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def test_gauss_newton_step_takes_the_weights_as_constants():
+    damping = 1e-3
     network = _network()
     before = _parameters(network)
     oracle = Oracle(copy.deepcopy(network))
@@ -99,12 +99,12 @@ def test_gauss_newton_step_takes_the_weights_as_constants():
         network,
         steps=1,
         causal=True,
-        solver=pb.solvers.Cholesky(damping=_DAMPING),
+        solver=pb.solvers.Cholesky(damping=damping),
         step=pb.steps.Constant(1.0),
     )
     rows = jacrev(lambda p: oracle.residuals(p, w))(before)
     a = torch.cat([rows[n].flatten(1) for n in before], 1)
-    gram = a.T @ a + _DAMPING * torch.eye(a.shape[1], dtype=a.dtype)
+    gram = a.T @ a + damping * torch.eye(a.shape[1], dtype=a.dtype)
     want = torch.linalg.solve(gram, a.T @ oracle.residuals(before, w))
     move = _flat(before) - _flat(_parameters(network))
     torch.testing.assert_close(move, want, rtol=1e-8, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,11 +13,19 @@ from pullback.maps.layers import Compound, find_layer
 from tests.maps.layers.replays import check
 from tests.pairs import all_pairs, each_once
 
-B = 3
-L = 4
-S = 5
-E = 6
-H = 2
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the tensors of this file are."""
+
+    batch: int = 3
+    queries: int = 4
+    keys: int = 5
+    width: int = 6
+    heads: int = 2
+
+
+SIZES = Sizes()
 
 
 def draw(*shape: int) -> Tensor:
@@ -44,20 +53,31 @@ def boolean(*shape: int) -> Tensor:
 
 MASKS = {
     "none": lambda: {},
-    "padding": lambda: {"key_padding_mask": boolean(B, S)},
-    "padding, float": lambda: {"key_padding_mask": draw(B, S)},
-    "mask": lambda: {"attn_mask": boolean(L, S)},
-    "mask per head": lambda: {"attn_mask": boolean(B * H, L, S)},
-    "mask, float": lambda: {"attn_mask": draw(L, S)},
-    "both": lambda: {"attn_mask": boolean(B * H, L, S), "key_padding_mask": boolean(B, S)},
-    "both, float": lambda: {"attn_mask": draw(L, S), "key_padding_mask": draw(B, S)},
-    "causal": lambda: {"attn_mask": ~torch.ones(L, S).tril().bool(), "is_causal": True},
-    # without weights, the module trusts the hint and does not look at the mask
-    "causal, it says": lambda: {"attn_mask": boolean(L, S), "is_causal": True},
-    "causal and padding": lambda: {
-        "attn_mask": ~torch.ones(L, S).tril().bool(),
+    "padding": lambda: {"key_padding_mask": boolean(SIZES.batch, SIZES.keys)},
+    "padding, float": lambda: {"key_padding_mask": draw(SIZES.batch, SIZES.keys)},
+    "mask": lambda: {"attn_mask": boolean(SIZES.queries, SIZES.keys)},
+    "mask per head": lambda: {
+        "attn_mask": boolean(SIZES.batch * SIZES.heads, SIZES.queries, SIZES.keys)
+    },
+    "mask, float": lambda: {"attn_mask": draw(SIZES.queries, SIZES.keys)},
+    "both": lambda: {
+        "attn_mask": boolean(SIZES.batch * SIZES.heads, SIZES.queries, SIZES.keys),
+        "key_padding_mask": boolean(SIZES.batch, SIZES.keys),
+    },
+    "both, float": lambda: {
+        "attn_mask": draw(SIZES.queries, SIZES.keys),
+        "key_padding_mask": draw(SIZES.batch, SIZES.keys),
+    },
+    "causal": lambda: {
+        "attn_mask": ~torch.ones(SIZES.queries, SIZES.keys).tril().bool(),
         "is_causal": True,
-        "key_padding_mask": boolean(B, S),
+    },
+    # without weights, the module trusts the hint and does not look at the mask
+    "causal, it says": lambda: {"attn_mask": boolean(SIZES.queries, SIZES.keys), "is_causal": True},
+    "causal and padding": lambda: {
+        "attn_mask": ~torch.ones(SIZES.queries, SIZES.keys).tril().bool(),
+        "is_causal": True,
+        "key_padding_mask": boolean(SIZES.batch, SIZES.keys),
     },
 }
 RESULTS = {
@@ -71,49 +91,65 @@ RESULTS = {
 def test_cross_attention(option: str, mask: str, result: str) -> None:
     torch.manual_seed(0)
     for first in (False, True):
-        module = nn.MultiheadAttention(E, H, batch_first=first, **OPTIONS[option]).double()
-        q = draw(B, L, E)
-        k = draw(B, S, module.kdim)
-        v = draw(B, S, module.vdim)
+        module = nn.MultiheadAttention(
+            SIZES.width, SIZES.heads, batch_first=first, **OPTIONS[option]
+        ).double()
+        q = draw(SIZES.batch, SIZES.queries, SIZES.width)
+        k = draw(SIZES.batch, SIZES.keys, module.kdim)
+        v = draw(SIZES.batch, SIZES.keys, module.vdim)
         if not first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         taps = check(module, q, k, v, **MASKS[mask](), **RESULTS[result])
         packed = [t for t in taps if len(t.positions) == 3]
-        assert all(t.positions == (B * L, B * S, B * S) for t in packed)
+        assert all(
+            t.positions
+            == (SIZES.batch * SIZES.queries, SIZES.batch * SIZES.keys, SIZES.batch * SIZES.keys)
+            for t in packed
+        )
 
 
 @pytest.mark.parametrize(("option", "result"), each_once(OPTIONS, RESULTS))
 def test_unbatched(option: str, result: str) -> None:
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(E, H, **OPTIONS[option]).double()
-    sides = draw(L, E), draw(S, module.kdim), draw(S, module.vdim)
+    module = nn.MultiheadAttention(SIZES.width, SIZES.heads, **OPTIONS[option]).double()
+    sides = (
+        draw(SIZES.queries, SIZES.width),
+        draw(SIZES.keys, module.kdim),
+        draw(SIZES.keys, module.vdim),
+    )
     check(module, *sides, **RESULTS[result])
-    check(module, *sides, key_padding_mask=boolean(S), **RESULTS[result])
-    check(module, *sides, boolean(S), result != "output", boolean(H, L, S))
+    check(module, *sides, key_padding_mask=boolean(SIZES.keys), **RESULTS[result])
+    check(
+        module,
+        *sides,
+        boolean(SIZES.keys),
+        result != "output",
+        boolean(SIZES.heads, SIZES.queries, SIZES.keys),
+    )
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_self_attention_holds_its_input_once(first: bool) -> None:
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(E, H, batch_first=first).double()
-    x = draw(B, L, E).requires_grad_()
+    module = nn.MultiheadAttention(SIZES.width, SIZES.heads, batch_first=first).double()
+    x = draw(SIZES.batch, SIZES.queries, SIZES.width).requires_grad_()
     (a,) = check(module, x, x, x)[0].inputs
     assert a.untyped_storage().nbytes() == 8 * x.numel()
 
 
 def test_a_row_without_any_key_gives_zero_without_weights() -> None:
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(E, H, batch_first=True).double()
-    x = draw(B, L, E)
-    mask = torch.zeros(L, L, dtype=torch.bool)
+    module = nn.MultiheadAttention(SIZES.width, SIZES.heads, batch_first=True).double()
+    x = draw(SIZES.batch, SIZES.queries, SIZES.width)
+    mask = torch.zeros(SIZES.queries, SIZES.queries, dtype=torch.bool)
     mask[1] = True
     check(module, x, x, x, attn_mask=mask, need_weights=False)
 
 
 def test_dropout_of_weights_is_named() -> None:
-    module = nn.MultiheadAttention(E, H, dropout=0.3)
+    module = nn.MultiheadAttention(SIZES.width, SIZES.heads, dropout=0.3)
     compound = find_layer(module, Compound)
     assert compound is not None
     assert compound.describe_omission(module) == "dropout of attention weights"
     assert compound.describe_omission(module.eval()) == ""
-    check(module.double(), *(draw(L, B, E),) * 3)
+    check(module.double(), *(draw(SIZES.queries, SIZES.batch, SIZES.width),) * 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,10 +20,18 @@ from tests.optim.kfac import oracle as o
 
 from .common import Then, kfac
 
-N = 6
-T = 4
-D = 3
-H = 4
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the tensors of this file are."""
+
+    samples: int = 6
+    positions: int = 4
+    inputs: int = 3
+    width: int = 4
+
+
+SIZES = Sizes()
 
 
 class Recurrent(nn.Module):
@@ -32,8 +41,10 @@ class Recurrent(nn.Module):
         self, layer_type: Any, packed: bool = False, calls: int = 1, **options: Any
     ) -> None:
         super().__init__()
-        self.layer = layer_type(D, H, 2, batch_first=True, **options)
-        width = (options.get("proj_size") or H) * (1 + options.get("bidirectional", False))
+        self.layer = layer_type(SIZES.inputs, SIZES.width, 2, batch_first=True, **options)
+        width = (options.get("proj_size") or SIZES.width) * (
+            1 + options.get("bidirectional", False)
+        )
         self.head = nn.Linear(width, 2)
         self.packed = packed
         self.calls = calls
@@ -49,9 +60,9 @@ class Recurrent(nn.Module):
 class Attention(nn.Module):
     def __init__(self, weights: bool = False, **options: Any) -> None:
         super().__init__()
-        self.layer = nn.MultiheadAttention(H, 2, **options)
-        self.first = nn.Linear(D, H)
-        self.head = nn.Linear(H, 2)
+        self.layer = nn.MultiheadAttention(SIZES.width, 2, **options)
+        self.first = nn.Linear(SIZES.inputs, SIZES.width)
+        self.head = nn.Linear(SIZES.width, 2)
         self.weights = weights
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +85,10 @@ def loss_of(model: nn.Module, half: bool = False) -> Tensor:
     """On fixed data; by halves under autocast."""
     g = torch.Generator().manual_seed(1)
     dtype = torch.float32 if half else torch.float64
-    x, y = (torch.randn(*size, generator=g).to(dtype) for size in ((N, T, D), (N, 2)))
+    x, y = (
+        torch.randn(*size, generator=g).to(dtype)
+        for size in ((SIZES.samples, SIZES.positions, SIZES.inputs), (SIZES.samples, 2))
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         return 0.5 * (model.to(dtype)(x) - y).square().sum(1).mean()
 
@@ -126,13 +140,13 @@ def test_under_autocast(name: str) -> None:
 def test_transformer_layers_as_they_come_are_trained(first: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=first)  # dropout=0.1
     model = nn.Sequential(
-        nn.Linear(D, 8),
+        nn.Linear(SIZES.inputs, 8),
         Then(lambda h: h if first else h.transpose(0, 1)),
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
         Then(lambda h: h.mean(int(first))),
         nn.Linear(8, 2),
     )
-    x = torch.randn(64, T, D)
+    x = torch.randn(64, SIZES.positions, SIZES.inputs)
     losses = []
     opt = kfac(model, lr=0.1, damping=0.01, kl_clip=1e-3, statistics_every=1, invert_every=1)
     for _ in range(8):
@@ -151,13 +165,13 @@ class Elsewhere(nn.Module):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.layer = nn.GRU(H, H, 2, batch_first=True, dropout=0.3)
-        self.head = nn.Linear(H, 2)
+        self.layer = nn.GRU(SIZES.width, SIZES.width, 2, batch_first=True, dropout=0.3)
+        self.head = nn.Linear(SIZES.width, 2)
         self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.pad(x, (0, H - D))
-        weight = dict(self.layer.named_parameters())["weight_hh_l1"][:H]
+        h = F.pad(x, (0, SIZES.width - SIZES.inputs))
+        weight = dict(self.layer.named_parameters())["weight_hh_l1"][: SIZES.width]
         more = F.linear(h, weight)
         y = self.layer(more if self.where == "before" else h)[0]
         y = {"before": y, "after": F.linear(y, weight), "beside": y + more}[self.where]
@@ -180,13 +194,13 @@ class Tied(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.layer = nn.MultiheadAttention(H, 2, dropout=dropout, batch_first=True)
-        self.other = nn.Linear(H, H, bias=False)
-        self.head = nn.Linear(H, 2)
+        self.layer = nn.MultiheadAttention(SIZES.width, 2, dropout=dropout, batch_first=True)
+        self.other = nn.Linear(SIZES.width, SIZES.width, bias=False)
+        self.head = nn.Linear(SIZES.width, 2)
         self.other.weight = self.layer.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.pad(x, (0, H - D))
+        h = F.pad(x, (0, SIZES.width - SIZES.inputs))
         return self.head(self.other(self.layer(h, h, h, need_weights=False)[0]).sum(1))
 
 

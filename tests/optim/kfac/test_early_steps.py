@@ -7,6 +7,7 @@ and then at gaps that grow with the number of steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -16,10 +17,18 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac.schedule import Schedule
 
-#: how far the loss may rise above its least value so far; without the warm-up it was 5
-_LARGEST_RISE = 1.5
-#: how far the KL of a step may exceed the bound of the clip; with stale inverses it was 400
-_LARGEST_EXCESS = 30.0
+
+@dataclass(frozen=True)
+class Limits:
+    """What early steps may do."""
+
+    #: how far the loss may rise above its least value so far; without the warm-up it was 5
+    rise: float = 1.5
+    #: how far the KL of a step may exceed the bound of the clip; with stale inverses it was 400
+    excess: float = 30.0
+
+
+LIMITS = Limits()
 
 
 def make_network(sizes: tuple[int, ...]) -> nn.Sequential:
@@ -63,7 +72,7 @@ def train(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int) -
 def assert_falls(losses: list[float], factor: float) -> None:
     """The loss falls below its first value over `factor`, and never rises far on its way."""
     least = torch.tensor(losses).cummin(0).values
-    assert float((torch.tensor(losses) / least).max()) <= _LARGEST_RISE
+    assert float((torch.tensor(losses) / least).max()) <= LIMITS.rise
     assert losses[-1] < losses[0] / factor
 
 
@@ -96,7 +105,7 @@ def test_the_clip_bounds_the_divergence_of_early_steps() -> None:
         after = model(x).detach().log_softmax(1)
         divergences.append(float((before.exp() * (before - after)).sum(1).mean()))
     assert optimizer.kl_clip is not None
-    assert max(divergences) < _LARGEST_EXCESS * optimizer.kl_clip
+    assert max(divergences) < LIMITS.excess * optimizer.kl_clip
 
 
 def test_gaps_grow_with_the_steps() -> None:

@@ -25,9 +25,6 @@ import pullback as pb
 
 from ..framework.benchmark import make_parser
 
-#: steps until all bases are there; a multiple of the schedule of the rule, 10/10
-SETTLED = 20
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -88,8 +85,12 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     return step
 
 
-def count_costs(widths: Sequence[int], batch: int) -> dict[str, Cost]:
-    """Return the costs of a step of SGD, of a plain one of the rule, and of one that refreshes."""
+def count_costs(widths: Sequence[int], batch: int, first_steps: int = 20) -> dict[str, Cost]:
+    """Return the costs of a step of SGD, of a plain one of the rule, and of one that refreshes.
+
+    Args:
+        first_steps: until all bases are there; a multiple of the rule's schedule, 10/10.
+    """
     torch.manual_seed(0)
     x = torch.randn(batch, widths[0])
     baseline = make_autoencoder(widths)
@@ -99,7 +100,7 @@ def count_costs(widths: Sequence[int], batch: int) -> dict[str, Cost]:
     step = make_step(model, optimizer, x)
     sgd()
     costs = {"SGD": count_step(sgd)}
-    for _ in range(SETTLED):
+    for _ in range(first_steps):
         step()
     costs["refresh"] = count_step(step)
     costs["plain"] = count_step(step)

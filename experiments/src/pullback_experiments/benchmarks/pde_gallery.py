@@ -39,6 +39,7 @@ from ..framework import plots
 from ..framework.benchmark import make_parser, write_record
 from ..framework.checkout import REPOSITORY, RESULTS
 from ..framework.timing import describe_machine
+from ..learning.quasi_newton import AdamFirst, make_lbfgs
 from ..tables.numbers import small
 from .ssbroyden import SSBroyden
 
@@ -275,51 +276,10 @@ def draw(results: dict[str, Any]) -> None:
 # --- the race -------------------------------------------------------------------------------------
 
 
-class AdamFirst(torch.optim.Optimizer):
-    """Adam (3e-3) until `is_over()` says so, then another optimizer of the same parameters."""
-
-    def __init__(self, following: torch.optim.Optimizer, is_over: Callable[[], bool]) -> None:
-        params = following.param_groups[0]["params"]
-        super().__init__(params, {})
-        self.is_over = is_over
-        self.adam = torch.optim.Adam(params, lr=3e-3)
-        self.following = following
-
-    def step(self, closure: Any = None) -> Any:
-        if self.is_over():
-            return self.following.step(closure)
-        return self.adam.step(closure)
-
-
-class ScaledLBFGS(torch.optim.LBFGS):
-    """L-BFGS with strong Wolfe conditions, of 1000 times the loss.
-
-    torch's L-BFGS drops curvature pairs below 1e-10. A step is ten iterations, since every call
-    begins with an evaluation at a known point.
-    """
-
-    scale = 1e3
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(
-            params, max_iter=10, max_eval=250, history_size=100, tolerance_grad=0.0,
-            tolerance_change=0.0, line_search_fn="strong_wolfe",
-        )  # fmt: skip
-
-    def step(self, closure: Any) -> Any:
-        def evaluate_scaled() -> Any:
-            value = closure()
-            for p in self.param_groups[0]["params"]:
-                p.grad.mul_(self.scale)
-            return self.scale * value
-
-        return super().step(evaluate_scaled) / self.scale
-
-
 def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
     """Return the options of `solve` for each method; Adam ends after `due` seconds."""
     others = {
-        "Adam + L-BFGS": lambda module: AdamFirst(ScaledLBFGS(module.parameters()), due),
+        "Adam + L-BFGS": lambda module: AdamFirst(make_lbfgs(module.parameters(), 10), due),
         "Adam + SSBroyden": lambda module: AdamFirst(SSBroyden(module.parameters()), due),
     }
     fixed = {"patience": None, "refine": None, "measure": 100}

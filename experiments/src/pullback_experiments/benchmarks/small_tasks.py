@@ -53,12 +53,21 @@ MUON_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MULTIPLES = (0.5, 1.0, 2.0)
 #: tasks that take longest: they are begun first, so that no process is left with one at the end
 SLOW_TASKS = ("character-decoder", "transformer", "character-gru")
-#: an outcome that is not finite counts as this
-DIVERGED = 1e9
-#: log of a loss that a log of time is worth: tuned Adam gained 0.26 by 2.4 times the steps
-TIME_WEIGHT = 0.3
 #: its losses differ by orders of magnitude between seeds, so it is not part of a mean of logs
 UNRANKED_TASKS = ("adversarial",)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How losses and times of settings become one number."""
+
+    #: stands for a loss that is not finite
+    diverged_loss: float = 1e9
+    #: log of a loss that a log of time is worth: tuned Adam gained 0.26 by 2.4 times the steps
+    time_weight: float = 0.3
+
+
+SCORING = Scoring()
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,7 @@ def _judge(task: Task) -> float:
     loss = task.judge()
     if isfinite(loss):
         return loss
-    return DIVERGED
+    return SCORING.diverged_loss
 
 
 @dataclass(frozen=True)
@@ -335,7 +344,7 @@ class Setting:
     Attributes:
         loss: mean over open tasks of log(median loss / median loss of the default).
         seconds: the same mean for the time of a step.
-        score: loss + TIME_WEIGHT * seconds; the default has 0, and less is better.
+        score: loss + SCORING.time_weight * seconds; the default has 0, and less is better.
     """
 
     method: str
@@ -374,7 +383,8 @@ def _compare(tasks: Sequence[list[dict[str, Any]]], method: str, multiple: float
         seconds.append(log(_median_seconds(seeds, method) / _median_seconds(seeds, "kfac")))
     loss = statistics.fmean(losses)
     time_of_step = statistics.fmean(seconds)
-    return Setting(method, multiple, loss, time_of_step, loss + TIME_WEIGHT * time_of_step)
+    score = loss + SCORING.time_weight * time_of_step
+    return Setting(method, multiple, loss, time_of_step, score)
 
 
 def _median_seconds(seeds: Sequence[dict[str, Any]], method: str) -> float:

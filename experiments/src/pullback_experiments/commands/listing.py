@@ -22,18 +22,20 @@ from ..framework import store
 from ..framework.experiment import Experiment
 from ..framework.progress import format_duration
 
-WIDE = 120  # characters, from which on columns leave room for sentences
 
+def experiments(out: Path, width: int, least_table_width: int = 120) -> RenderableType:
+    """The experiments that `run` knows; seconds and verdicts where the folder holds results.
 
-def experiments(out: Path, width: int) -> RenderableType:
-    """The experiments that `run` knows; seconds and verdicts where the folder holds results."""
+    Args:
+        least_table_width: characters from which on columns leave room for sentences.
+    """
     heading = "experiments: pullback run NAME"
     rows: list[tuple[str, str, str, str, str]] = []
     for experiment in map(registry.find, registry.names()):
         authors, year, _ = experiment.paper.partition(")")  # "Author (2000", and a title behind
         of = f"{authors}{year}, {experiment.figure}"
         rows += [(experiment.name, of, experiment.claim, *describe_results(experiment, out))]
-    if width < WIDE:
+    if width < least_table_width:
         return paragraphs(heading, ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
     table = make_table("name", heading=heading)
     table.add_column("of", max_width=38)

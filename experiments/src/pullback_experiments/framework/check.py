@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
@@ -108,8 +109,14 @@ def conclude(checks: Sequence[Check]) -> Verdict | None:
     return Verdict(outcome, f"{sentence}; not: {'; '.join(failed)}")
 
 
-#: exit status of a run that has more to do
-UNFINISHED = 3
+class ExitStatus(IntEnum):
+    """What `pullback run` returns to the shell."""
+
+    AS_RECORDED = 0
+    NOT_AS_RECORDED = 1
+    UNFINISHED = 3
+
+
 #: printed for seeds of the same file that were not asked for
 BESIDE = "Seeds {} are finished too and were not asked for"
 #: printed for a run that is complete and judged no claim
@@ -137,13 +144,13 @@ class Outcome:
     beside: tuple[int, ...] = ()
 
     @property
-    def status(self) -> int:
-        """0 if all is done and every check is as recorded, 1 if a check is not, 3 if unfinished."""
+    def status(self) -> ExitStatus:
+        """Whether all is done, and every check is as recorded."""
         if self.finished < self.total:
-            return UNFINISHED
+            return ExitStatus.UNFINISHED
         if all(check.agrees for check in self.checks):
-            return 0
-        return 1
+            return ExitStatus.AS_RECORDED
+        return ExitStatus.NOT_AS_RECORDED
 
 
 def print_outcome(

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pullback.solvers import OrthogonalGreedy, PseudoInverse
 from pullback.steps import GridLineSearch
 
-_SCALE = 1e3  # of the loss that L-BFGS sees
+from ..learning.quasi_newton import make_lbfgs
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,9 @@ def _adam(rate: float) -> dict[str, Any]:
     return _torch(torch.optim.Adam, lr=rate)
 
 
-class _ScaledLBFGS(torch.optim.LBFGS):
-    """L-BFGS on a multiple of the loss: torch drops curvature pairs below 1e-10."""
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        params: list[Tensor] = self.param_groups[0]["params"]
-
-        def evaluate_scaled() -> Any:
-            value = closure()
-            for p in params:
-                if p.grad is not None:
-                    p.grad.mul_(_SCALE)
-            return _SCALE * value
-
-        return super().step(evaluate_scaled) / _SCALE
-
-
 def _lbfgs() -> dict[str, Any]:
-    """One iteration per step, strong Wolfe, no early stopping."""
-    return _torch(
-        _ScaledLBFGS, max_iter=1, max_eval=25, history_size=100, tolerance_grad=0.0,
-        tolerance_change=0.0, line_search_fn="strong_wolfe",
-    )  # fmt: skip
+    """One iteration per step."""
+    return _torch(make_lbfgs)
 
 
 GAUSS_NEWTON = "Gauss–Newton"

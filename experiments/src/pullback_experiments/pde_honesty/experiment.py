@@ -20,12 +20,21 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from .problems import KINDS, PROBLEMS
 
-#: a true error above so many estimated ones was not seen
-_SILENT_RATIO = 10.0
 #: verdicts that call a solution good
 _GOOD = ("converged",)
-#: fields below this share of the largest one are zero but for round-off, and are not judged
-_ZERO_SHARE = 1e-12
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From which sizes on errors count."""
+
+    #: a true error above so many estimated ones was not seen
+    silent_ratio: float = 10.0
+    #: fields below this share of the largest one are zero but for round-off, and are not judged
+    zero_share: float = 1e-12
+
+
+_LIMITS = Limits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +156,7 @@ def measure_error(solution: pde.PDESolution) -> float:
     sizes = problem.truth(quadrature.x).square().mean(0).sqrt()
     errors = [solution.error]
     for size, error in zip(sizes.tolist(), solution.errors.values(), strict=True):
-        if size > _ZERO_SHARE * float(sizes.max()):
+        if size > _LIMITS.zero_share * float(sizes.max()):
             errors.append(error)
     return max(errors)
 
@@ -159,4 +168,4 @@ def is_silent(record: Record) -> bool:
     """
     if math.isnan(record["estimated"]):
         return False
-    return record["true"] > _SILENT_RATIO * record["estimated"]
+    return record["true"] > _LIMITS.silent_ratio * record["estimated"]

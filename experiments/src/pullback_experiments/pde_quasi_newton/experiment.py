@@ -18,7 +18,6 @@ from torch import nn
 
 from pullback import pde
 
-from ..benchmarks.pde_gallery import AdamFirst, ScaledLBFGS
 from ..benchmarks.ssbroyden import SSBroyden
 from ..framework.check import Check
 from ..framework.experiment import Context, Item
@@ -26,13 +25,12 @@ from ..framework.problem_set import ProblemSetExperiment
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
+from ..learning.quasi_newton import AdamFirst, make_lbfgs
 from ..pde_unseen_seeds.experiment import PROBLEMS as SMALL_PROBLEMS
 from ..problems import AllenCahn
 
 #: steps of a run that ends by its seconds
 _ENDLESS = 10**9
-#: of the seconds, that Adam has first; the authors of SSBroyden begin with it too
-_ADAM_SHARE = 0.2
 
 
 def choose_network(problem: pde.Problem) -> pde.Setup:
@@ -74,7 +72,7 @@ class Method(StrEnum):
 _LOST = frozenset({"burgers"})
 #: what follows Adam
 FOLLOWING: dict[Method, Callable[..., torch.optim.Optimizer]] = {
-    Method.LBFGS: ScaledLBFGS,
+    Method.LBFGS: partial(make_lbfgs, iterations=10),
     Method.SSBROYDEN: SSBroyden,
 }
 
@@ -91,13 +89,19 @@ class Stopwatch:
         return time.process_time() - self._start
 
 
-def choose_options(method: Method, stopwatch: Stopwatch, seconds: float) -> dict[str, Any]:
-    """Return the options of `pde.solve` for a method; those after Adam keep their points."""
+def choose_options(
+    method: Method, stopwatch: Stopwatch, seconds: float, adam_share: float = 0.2
+) -> dict[str, Any]:
+    """Return the options of `pde.solve` for a method; those after Adam keep their points.
+
+    Args:
+        adam_share: of the seconds, that Adam has first; the authors of SSBroyden begin with it too.
+    """
     if method in {Method.NATURAL_GRADIENT, Method.DEFAULT}:
         return {"budget": seconds}  # that other networks share, should this one creep
 
     def is_adam_over() -> bool:
-        return stopwatch.seconds > _ADAM_SHARE * seconds
+        return stopwatch.seconds > adam_share * seconds
 
     def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
         following = FOLLOWING[method](module.parameters())

@@ -85,7 +85,6 @@ def _announce_run(console: Console, contender: Competitor) -> Watcher:
     return watch
 
 
-_CELLS = 160  # along each side of a panel
 Extent = tuple[float, float, float, float]
 _STYLE: dict[Any, Any] = {
     "axes.titlesize": 10.5,
@@ -95,19 +94,28 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_errors(
-    problem: pde.Problem, networks: Mapping[str, Callable[[Tensor], Tensor]], path: Path
+    problem: pde.Problem,
+    networks: Mapping[str, Callable[[Tensor], Tensor]],
+    path: Path,
+    cells: int = 160,
 ) -> Path:
-    """Write the figure and return its path; the errors share one logarithmic color scale."""
+    """Write the figure and return its path; the errors share one logarithmic color scale.
+
+    Args:
+        cells: along each side of a panel.
+    """
     from matplotlib import rc_context
     from matplotlib.ticker import LogLocator
 
     low = problem.domain.low.tolist()
     high = problem.domain.high.tolist()
-    axes = [torch.linspace(a, b, _CELLS).double() for a, b in zip(low, high, strict=True)]
+    axes = [torch.linspace(a, b, cells).double() for a, b in zip(low, high, strict=True)]
     x = torch.cartesian_prod(*axes)
-    truth = problem.truth(x)[:, 0]
+    truth = problem.truth(x)[:, 0].view(cells, cells)
     with torch.no_grad():
-        errors = {name: (u(x)[:, 0] - truth).abs() for name, u in networks.items()}
+        errors = {
+            name: (u(x)[:, 0].view(cells, cells) - truth).abs() for name, u in networks.items()
+        }
     extent = (low[0], high[0], low[1], high[1])
     with rc_context(_STYLE):
         figure = plots.make_figure(2.75 * (1 + len(errors)) + 1.0, 3.0, dpi=130)
@@ -138,8 +146,10 @@ def _norm(errors: list[Tensor]) -> LogNorm:
 
 
 def _panel(axes: Axes, values: Tensor, extent: Extent, **options: Any) -> Any:
-    grid = values.reshape(_CELLS, _CELLS).T.numpy()
+    """Draw values (x, y) over a rectangle."""
     axes.set_xticks([extent[0], extent[1]])
     axes.set_yticks([extent[2], extent[3]])
     axes.tick_params(length=2, labelsize=8.5)
-    return axes.imshow(grid, origin="lower", extent=extent, interpolation="nearest", **options)
+    return axes.imshow(
+        values.T.numpy(), origin="lower", extent=extent, interpolation="nearest", **options
+    )

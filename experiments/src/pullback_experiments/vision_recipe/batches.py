@@ -11,9 +11,6 @@ from torch import Tensor
 
 from ..learning.data import DataSet
 
-#: pixels by which training images are shifted at most
-_SHIFT = 2
-
 
 @dataclass
 class RecipeBatches:
@@ -26,13 +23,15 @@ class RecipeBatches:
         images: on the device where training takes place.
         size: images of a batch; an incomplete last batch is left out.
         seed: of the order, the shifts and the first flips.
+        shift: pixels by which images are moved at most.
     """
 
     images: DataSet
     size: int
     seed: int
+    shift: int = 2
     _draw: torch.Generator = field(init=False)
-    #: the images with a reflected frame, (N, H + 4, W + 4, 3)
+    #: the images with a reflected frame, (N, H + 2 shift, W + 2 shift, 3)
     _framed: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +39,7 @@ class RecipeBatches:
         self._draw = torch.Generator(x.device).manual_seed(self.seed)
         is_mirrored = torch.rand(len(x), generator=self._draw, device=x.device) < 0.5
         mirrored = torch.where(is_mirrored[:, None, None, None], x.flip(-1), x)
-        framed = F.pad(mirrored, (_SHIFT,) * 4, "reflect")
+        framed = F.pad(mirrored, (self.shift,) * 4, "reflect")
         self._framed = framed.permute(0, 2, 3, 1).contiguous()
 
     @property
@@ -62,7 +61,7 @@ class RecipeBatches:
             yield shifted[chosen].permute(0, 3, 1, 2), self.images.y[chosen]
 
     def _shift(self) -> Tensor:
-        """Return all images, each moved by up to `_SHIFT` pixels along both axes, (N, H, W, 3)."""
+        """Return all images, each moved by up to `shift` pixels along both axes, (N, H, W, 3)."""
         count, _, height, width = self.images.x.shape
         device = self._framed.device
         rows = self._draw_offsets(count) + torch.arange(height, device=device)
@@ -72,7 +71,7 @@ class RecipeBatches:
 
     def _draw_offsets(self, count: int) -> Tensor:
         device = self._framed.device
-        return torch.randint(2 * _SHIFT + 1, (count, 1), generator=self._draw, device=device)
+        return torch.randint(2 * self.shift + 1, (count, 1), generator=self._draw, device=device)
 
 
 def list_views(images: Tensor) -> list[tuple[float, Tensor]]:

@@ -19,18 +19,18 @@ from .optimizers import Build, Entrant, Normalization, kfac, make_sgd, muon, spe
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of filters."""
+    """Learning rates of filters, and the size of filters that they are for."""
 
     #: of steps with entries of 0.2, on filters with entries of 0.02: 0.24 of a filter's length,
     #: which is the published rate of Muon
     even: float = 0.024
     #: the same length of steps where gradients are noise alone and momentum is 0.6
     agreeing: float = 0.0096
+    #: the size of a weight's entries above which steps of all parameters are longer in proportion
+    usual_size: float = 0.02
 
 
 RATES = Rates()
-#: the size of a weight's entries above which steps of all parameters are longer in proportion
-_USUAL_SIZE = 0.02
 _PLAIN = {"whitening": False, "agreement": False}
 
 
@@ -102,7 +102,7 @@ def in_proportion(lr: float, rate_of_others: float = 0.5, **options: Any) -> Bui
         groups: list[dict[str, Any]] = []
         for weight in [*model.filters, model.head.weight]:
             size = float(weight.detach().square().mean().sqrt())
-            groups.append({"params": [weight], "lr": lr * max(1.0, size / _USUAL_SIZE)})
+            groups.append({"params": [weight], "lr": lr * max(1.0, size / RATES.usual_size)})
         groups.append({"params": [*model.norm_biases, model.patches.bias], "lr": lr})
         rule = Spectral(head=True, others=AdamW(rate=rate_of_others), **options)
         return [KFAC(model, lr, rule=rule, params=groups)]

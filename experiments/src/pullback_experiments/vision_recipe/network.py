@@ -8,11 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_CLASSES = 10
-_COLORS = 3
-_PATCH = 2
-#: filters of whitened patches, each with its negative
-_PATCH_FILTERS = 2 * _COLORS * _PATCH**2
+
+@dataclass(frozen=True)
+class Patches:
+    """Squares of an image that the first layer reads."""
+
+    colors: int = 3
+    #: pixels along a side
+    side: int = 2
+
+    @property
+    def filters(self) -> int:
+        """One per principal component of a patch, each with its negative."""
+        return 2 * self.colors * self.side**2
+
+
+PATCHES = Patches()
 
 
 @dataclass(frozen=True)
@@ -46,19 +57,20 @@ class RecipeNetwork(nn.Module):
 
     Args:
         widths: channels of the three groups.
+        classes: of the images.
     """
 
-    def __init__(self, widths: tuple[int, int, int] = (64, 256, 256)) -> None:
+    def __init__(self, widths: tuple[int, int, int] = (64, 256, 256), classes: int = 10) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(_COLORS, _PATCH_FILTERS, _PATCH)
+        self.patches = nn.Conv2d(PATCHES.colors, PATCHES.filters, PATCHES.side)
         self.patches.weight.requires_grad_(False)
         first, second, third = widths
         self.groups = nn.Sequential(
-            ConvolutionGroup(_PATCH_FILTERS, first),
+            ConvolutionGroup(PATCHES.filters, first),
             ConvolutionGroup(first, second),
             ConvolutionGroup(second, third),
         )
-        self.head = nn.Linear(third, _CLASSES, bias=False)
+        self.head = nn.Linear(third, classes, bias=False)
         with torch.no_grad():
             self.head.weight.div_(self.head.weight.std())
 
@@ -85,9 +97,11 @@ class RecipeNetwork(nn.Module):
         With the eigenvectors v and eigenvalues s of the patches' second moment, filters are
         ±v/√(s + eps).
         """
-        patches = F.unfold(images.float(), _PATCH).transpose(1, 2).flatten(0, 1)
+        unfolded = F.unfold(images.float(), PATCHES.side)
+        patches = unfolded.transpose(1, 2).flatten(0, 1)
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
-        filters = (vectors / (values + eps).sqrt()).T.unflatten(1, (_COLORS, _PATCH, _PATCH))
+        patch_shape = (PATCHES.colors, PATCHES.side, PATCHES.side)
+        filters = (vectors / (values + eps).sqrt()).T.unflatten(1, patch_shape)
         self.patches.weight.copy_(torch.cat([filters, -filters]))
 
 

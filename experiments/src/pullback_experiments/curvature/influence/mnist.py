@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 #: inputs and targets
 Pair = tuple[Tensor, Tensor]
 WIDTHS = (784, 128, 64, 10)
-_MEAN = 0.1307
-_DEVIATION = 0.3081
+
+
+def normalize_pixels(x: Tensor, mean: float = 0.1307, deviation: float = 0.3081) -> Tensor:
+    """Return pixels with mean 0 and variance 1, by the moments of MNIST."""
+    return (x - mean) / deviation
 
 
 def make_network() -> nn.Module:
@@ -67,9 +70,9 @@ class Digits:
         else:
             images = data.mnist()
         images = images.first(setting.samples, setting.queries).flat().to(device)
-        x = (images.x - _MEAN) / _DEVIATION
-        query_x = (images.test_x - _MEAN) / _DEVIATION
-        return cls(x, images.y, query_x, images.test_y)
+        return cls(
+            normalize_pixels(images.x), images.y, normalize_pixels(images.test_x), images.test_y
+        )
 
     @property
     def training(self) -> tuple[Tensor, Tensor]:
