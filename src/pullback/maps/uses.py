@@ -1,8 +1,10 @@
 """What is recorded of each function that uses parameters, and the modules that represent them.
 
 A function registered by `@use(names)` is called after each function of these names, with the mode,
-the result and the arguments. It records the use, or what a result that holds a parameter's entries
-is. It returns the output that replaces the result, None where it recorded no use.
+the result and the arguments of the call. These are positional or named as the caller wrote them, so
+that its arguments have the names that torch gives them. It records the use (`_note_...`), or which
+entries of a parameter the result holds (`_follow_...`). It returns the output that replaces the
+result, None where it recorded no use.
 """
 
 from __future__ import annotations
@@ -37,16 +39,27 @@ _SAME_ENTRIES = (
     "type",
     "type_as",
 )
+
+
+def _embedding_arguments(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> None:  # fmt: skip
+    """Take the arguments of `torch.embedding`, which has no signature of its own."""
+
+
+_TORCH_EMBEDDING = signature(_embedding_arguments)
+_EMBEDDING = signature(F.embedding)
 _BAG_ARGUMENTS = signature(F.embedding_bag)
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
 @use(*_SAME_ENTRIES)
-def _follow_copy(mode: FunctionMode, out: Tensor, source: Any, *args: Any, **kwargs: Any) -> None:
+def _follow_copy(mode: FunctionMode, out: Tensor, input: Any, *args: Any, **kwargs: Any) -> None:
     """Record that a copy of a parameter stands for the parameter."""
-    entries = mode.find_entries(source)
-    if entries is not None and out is not source and out.shape == source.shape:
+    entries = mode.find_entries(input)
+    if entries is not None and out is not input and out.shape == input.shape:
         mode.derive(out, entries)
 
 
@@ -63,9 +76,10 @@ def _follow_weight_norm(
 
 
 @use("linear")
-def _linear(
+def _note_linear(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None
 ) -> Tensor | None:
+    """Record a linear layer, whose weight may be some entries of a parameter."""
     if weight.ndim == 2 and mode.find_entries(weight) is not None:
         lead = ascii_letters[2 : 1 + input.ndim]
         return mode.note_product(out, weight, input, Letters("ab", f"{lead}b", f"{lead}a"), bias)
@@ -79,7 +93,7 @@ def _linear(
 
 
 @use("bilinear")
-def _bilinear(
+def _note_bilinear(
     mode: FunctionMode, out: Tensor, input1: Tensor, input2: Tensor, weight: Tensor,
     bias: Any = None,
 ) -> Tensor | None:  # fmt: skip
@@ -92,36 +106,44 @@ def _bilinear(
 
 
 @use("matmul", "mm", "bmm", "__matmul__")
-def _matmul(mode: FunctionMode, out: Tensor, input: Any, mat2: Any = None, **names: Any) -> Any:
-    return _note_matmul(mode, out, input, names.get("other", mat2))
+def _note_matmul(
+    mode: FunctionMode, out: Tensor, input: Any, mat2: Any = None, **named: Any
+) -> Tensor | None:
+    """Record a product of matrices."""
+    return _note_matrix_product(mode, out, input, named.get("other", mat2))
 
 
 @use("addmm", "baddbmm")
-def _addmm(
-    mode: FunctionMode, out: Tensor, input: Any, one: Any = None, two: Any = None, **names: Any
+def _note_addmm(
+    mode: FunctionMode, out: Tensor, input: Any, left: Any = None, right: Any = None, **named: Any
 ) -> Tensor | None:
-    if names.get("beta", 1) != 1 or names.get("alpha", 1) != 1:
+    """Record a product of matrices with a bias, unless either has a factor."""
+    if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
         return None
-    one = names.get("mat1", names.get("batch1", one))
-    two = names.get("mat2", names.get("batch2", two))
-    return _note_matmul(mode, out, one, two, input)
+    left = named.get("mat1", named.get("batch1", left))
+    right = named.get("mat2", named.get("batch2", right))
+    return _note_matrix_product(mode, out, left, right, input)
 
 
-def _note_matmul(
-    mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None
+def _note_matrix_product(
+    mode: FunctionMode, out: Tensor, left: Any, right: Any, bias: Any = None
 ) -> Tensor | None:
-    """Note a product of matrices, of which one is a parameter."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
+    """Record a product of matrices, if one of them is a parameter."""
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None
-    batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
-    left = batch[len(batch) + 2 - one.ndim :]
-    right = batch[len(batch) + 2 - two.ndim :]
-    contraction = _Contraction((one, two), (f"{left}ab", f"{right}bc"), f"{batch}ac", bias)
+    if min(left.ndim, right.ndim) < 2:
+        return None
+    batch = ascii_letters[3 : 1 + max(left.ndim, right.ndim)]
+    left_batch = batch[len(batch) + 2 - left.ndim :]
+    right_batch = batch[len(batch) + 2 - right.ndim :]
+    axes = (f"{left_batch}ab", f"{right_batch}bc")
+    contraction = _Contraction((left, right), axes, f"{batch}ac", bias)
     return _note_contraction(mode, out, contraction, is_broadcast=True)
 
 
 @use("einsum")
-def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> Tensor | None:
+def _note_einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> Tensor | None:
+    """Record a sum of products."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = (*operands[0],)
     contraction = _read_equation(equation, operands)
@@ -133,35 +155,40 @@ def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> T
 def _read_equation(equation: Any, operands: Sequence[Tensor]) -> _Contraction | None:
     """Return the contraction, with letters for the axes that "..." stands for, too.
 
-    None for a single operand, and for equations without "->" or that do not fit the operands.
+    The last of these axes is the same for all operands, as in broadcasting. None for a single
+    operand, and for equations without "->" or that do not fit the operands.
     """
     if not isinstance(equation, str) or len(operands) < 2:
         return None
     left, arrow, result = equation.replace(" ", "").partition("->")
-    names = left.split(",")
-    if not arrow or len(names) != len(operands):
+    axes = left.split(",")
+    if not arrow or len(axes) != len(operands):
         return None
     free = "".join(letter for letter in ascii_letters if letter not in equation)
-    for k, tensor in enumerate(operands):
-        hidden = free[: max(0, tensor.ndim - len(names[k].replace("...", "")))]
-        if "..." in names[k]:
-            result = result.replace("...", hidden)
-        names[k] = names[k].replace("...", hidden)
-        if len(names[k]) != tensor.ndim:
+    hidden_counts = []
+    for operand_axes, tensor in zip(axes, operands, strict=True):
+        hidden_count = tensor.ndim - len(operand_axes.replace("...", ""))
+        if hidden_count < 0 or (hidden_count > 0 and "..." not in operand_axes):
             return None
-    return _Contraction(operands, names, result)
+        hidden_counts.append(hidden_count)
+    hidden = free[: max(hidden_counts)]
+    for k, hidden_count in enumerate(hidden_counts):
+        axes[k] = axes[k].replace("...", hidden[len(hidden) - hidden_count :])
+    return _Contraction(operands, axes, result.replace("...", hidden))
 
 
 @use("inner")
-def _inner(mode: FunctionMode, out: Tensor, input: Tensor, other: Tensor) -> Tensor | None:
-    return _tensordot(mode, out, input, other, ([-1], [-1]))
+def _note_inner(mode: FunctionMode, out: Tensor, input: Tensor, other: Tensor) -> Tensor | None:
+    """Record the products of all rows."""
+    return _note_tensordot(mode, out, input, other, ([-1], [-1]))
 
 
 @use("tensordot")
-def _tensordot(
-    mode: FunctionMode, product: Tensor, a: Tensor, b: Tensor, dims: Any = 2, **names: Any
+def _note_tensordot(
+    mode: FunctionMode, product: Tensor, a: Tensor, b: Tensor, dims: Any = 2, **named: Any
 ) -> Tensor | None:
-    # not `out`: torch passes an argument of that name
+    """Record a sum of products over pairs of axes."""
+    # The result is not called `out`: torch passes an argument of that name.
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
     if not isinstance(dims, (tuple, list)) or not a.ndim or not b.ndim:
@@ -178,13 +205,17 @@ def _tensordot(
 
 @dataclass(frozen=True)
 class _Contraction:
-    """A sum of products of `operands`, whose axes `names` have a letter each, as for `einsum`.
+    """A sum of products, with a letter for each axis as in `einsum`.
 
-    If there is a bias it belongs to the last operand.
+    Attributes:
+        operands: the factors.
+        axes: a string of letters for each of them.
+        result: the letters of the result.
+        bias: what is added, which belongs to the last operand.
     """
 
     operands: Sequence[Tensor]
-    names: Sequence[str]
+    axes: Sequence[str]
     result: str
     bias: Any = None
 
@@ -192,31 +223,32 @@ class _Contraction:
 def _note_contraction(
     mode: FunctionMode, out: Tensor, contraction: _Contraction, *, is_broadcast: bool = False
 ) -> Tensor | None:
-    """Note a sum of products, of which one factor is a parameter.
+    """Record a sum of products, if one factor is a parameter.
 
-    If `is_broadcast`, where the result begins with the parameter's first axis, as stacks of experts
-    have it, or where matrices cannot be read off otherwise, the other factors are expanded along
-    axes of the parameter that they lack: then all matrices meet all inputs.
+    The other factors, multiplied, are the input x of the parameter's matrices. A stack of matrices
+    meets all inputs if `is_broadcast`, if the result begins with the parameter's first axis (as
+    for experts), or if matrices cannot be read off otherwise. Then x is expanded along the axes of
+    the stack that it lacks.
     """
     operands = contraction.operands
     k = _find_weight_operand(mode, operands)
     if k is None:
         return None
     weight = operands[k]
-    weight_name = contraction.names[k]
-    x, x_name = _multiply_others(contraction, k)
+    weight_axes = contraction.axes[k]
+    x, x_axes = _multiply_others(contraction, k)
     entries = mode.find_entries(weight)
     assert entries is not None
-    letters = Letters(weight_name, x_name, contraction.result)
-    if weight.ndim > 2 and contraction.result.startswith(weight_name[0]):
+    letters = Letters(weight_axes, x_axes, contraction.result)
+    if weight.ndim > 2 and contraction.result.startswith(weight_axes[0]):
         is_broadcast = True
     if is_broadcast or read_product(entries, letters, None) is None:
-        stack_name = weight_name[:-2]
-        if not stack_name and not is_broadcast:
-            stack_name = weight_name[:1]
-        sizes = _select_sizes(stack_name, weight, contraction.result)
-        x, x_name = _expand_input(x, x_name, sizes)
-        letters = Letters(weight_name, x_name, contraction.result)
+        stack_axes = weight_axes[:-2]
+        if not stack_axes and not is_broadcast:
+            stack_axes = weight_axes[:1]
+        sizes = _select_sizes(stack_axes, weight, contraction.result)
+        x, x_axes = _expand_input(x, x_axes, sizes)
+        letters = Letters(weight_axes, x_axes, contraction.result)
     bias = None
     if k == len(operands) - 1:
         bias = contraction.bias
@@ -244,31 +276,32 @@ def _multiply_others(contraction: _Contraction, weight: int) -> tuple[Tensor, st
     """Return the product of all factors but the weight, with its letters: the weight's input."""
     others = [i for i in range(len(contraction.operands)) if i != weight]
     if len(others) == 1:
-        return contraction.operands[others[0]], contraction.names[others[0]]
-    names = [contraction.names[i] for i in others]
-    product = "".join(dict.fromkeys("".join(names)))
+        return contraction.operands[others[0]], contraction.axes[others[0]]
+    axes = [contraction.axes[i] for i in others]
+    product = "".join(dict.fromkeys("".join(axes)))
     tensors = [contraction.operands[i].detach() for i in others]
-    return torch.einsum(f"{','.join(names)}->{product}", *tensors), product
+    return torch.einsum(f"{','.join(axes)}->{product}", *tensors), product
 
 
-def _expand_input(x: Tensor, name: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
+def _expand_input(x: Tensor, axes: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
     """Return the input and its letters, expanded along axes that it lacks or has with length 1."""
-    lacking = [letter for letter in sizes if letter not in name]
+    lacking = [letter for letter in sizes if letter not in axes]
     x = x.expand(*(sizes[letter] for letter in lacking), *x.shape)
-    name = "".join(lacking) + name
+    axes = "".join(lacking) + axes
     lengths = []
-    for letter, length in zip(name, x.shape, strict=True):
+    for letter, length in zip(axes, x.shape, strict=True):
         if length == 1:
             length = sizes.get(letter, length)
         lengths.append(length)
-    return x.expand(lengths), name
+    return x.expand(lengths), axes
 
 
 @use("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-def _grouped(
-    mode: FunctionMode, out: Tensor, mat_a: Tensor, mat_b: Tensor, *args: Any, **names: Any
+def _note_grouped_product(
+    mode: FunctionMode, out: Tensor, mat_a: Tensor, mat_b: Tensor, *args: Any, **named: Any
 ) -> Tensor | None:
-    offsets = names.get("offs", args[0] if args else None)
+    """Record products of groups of rows with one matrix of a stack each."""
+    offsets = named.get("offs", args[0] if args else None)
     if offsets is None or mat_a.ndim != 2 or mat_b.ndim != 3:
         return None
     rows = torch.arange(len(mat_a), device=mat_a.device, dtype=offsets.dtype)
@@ -280,10 +313,11 @@ def _grouped(
 
 
 @use("conv1d", "conv2d", "conv3d")
-def _convolution(
+def _note_convolution(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
+    """Record a convolution."""
     source = mode.find_weight(weight)
     shift = mode.find_parameter(bias)
     if source is None and shift is None:
@@ -321,10 +355,11 @@ def _list_reversed_padding(
 
 
 @use("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed_convolution(
+def _note_transposed_convolution(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Tensor | None:  # fmt: skip
+    """Record a transposed convolution."""
     parameter = mode.find_parameter(weight)
     if parameter is None:
         return None
@@ -349,29 +384,42 @@ def _repeat_for_axes(value: Any, dims: int) -> tuple[int, ...]:
 
 
 @use("embedding")
-def _embedding(
-    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None,
-    *args: Any, **names: Any,
-) -> Tensor | None:  # fmt: skip
-    if input.is_floating_point():  # torch.embedding has them the other way round
-        input, weight = weight, input
-    table = mode.find_parameter(weight)
-    has_other_gradient = any(args[2:]) or names.get("scale_grad_by_freq") or names.get("sparse")
-    if table is None or has_other_gradient:
+def _note_embedding(mode: FunctionMode, out: Tensor, *args: Any, **named: Any) -> Tensor | None:
+    """Record rows of a table, looked up by `F.embedding` or by `torch.embedding`.
+
+    Where the gradient is scaled by frequency or sparse it is none of a plain look-up.
+    """
+    if "indices" in named or (args and args[0].is_floating_point()):
+        options = _bind(_TORCH_EMBEDDING, args, named)
+        index = options["indices"]
+        padding = options["padding_idx"]
+        if padding < 0:  # stands for none
+            padding = None
+    else:
+        options = _bind(_EMBEDDING, args, named)
+        index = options["input"]
+        padding = options["padding_idx"]
+    table = mode.find_parameter(options["weight"])
+    if table is None or options["scale_grad_by_freq"] or options["sparse"]:
         return None
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += len(weight)
-    return _note_lookup(mode, out, table, input, padding_idx)
+    if padding is not None and padding < 0:
+        padding += len(options["weight"])
+    return _note_lookup(mode, out, table, index, padding)
+
+
+def _bind(function: Signature, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the defaults of those left out."""
+    bound = function.bind(*args, **named)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 @use("embedding_bag")
-def _embedding_bag(
-    function_mode: FunctionMode, out: Tensor, /, *args: Any, **names: Any
+def _note_embedding_bag(
+    function_mode: FunctionMode, out: Tensor, /, *args: Any, **named: Any
 ) -> Tensor | None:
     """Record sums or means over bags; other reductions and weighted bags are left alone."""
-    bound = _BAG_ARGUMENTS.bind(*args, **names)
-    bound.apply_defaults()
-    options = bound.arguments
+    options = _bind(_BAG_ARGUMENTS, args, named)
     table = function_mode.find_parameter(options["weight"])
     has_other_gradient = options["scale_grad_by_freq"] or options["sparse"]
     has_other_sum = options["mode"] not in ("sum", "mean") or options["max_norm"] is not None
@@ -403,12 +451,29 @@ def _pad_bags(
     return nn.utils.rnn.pad_sequence(bags, batch_first=True), counts
 
 
-@use("__getitem__", "index_select")
-def _gather(
-    mode: FunctionMode, out: Tensor, source: Tensor, index: Any, *more: Any
+@use("__getitem__")
+def _follow_indexing(mode: FunctionMode, out: Tensor, source: Tensor, index: Any) -> Tensor | None:
+    """Record rows of a table, or matrices of a stack, that a tensor of row numbers picks."""
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    return _follow_rows(mode, out, source, index)
+
+
+@use("index_select")
+def _follow_index_select(
+    mode: FunctionMode, out: Tensor, input: Tensor, dim: int, index: Tensor
 ) -> Tensor | None:
-    index = _read_first_axis_index(index, *more)
-    if index is None:
+    """Record rows of a table, or matrices of a stack, that are picked along the first axis."""
+    if dim != 0:
+        return None
+    return _follow_rows(mode, out, input, index)
+
+
+def _follow_rows(mode: FunctionMode, out: Tensor, source: Tensor, index: Any) -> Tensor | None:
+    """Record rows of a table as looked up, and matrices of a stack for products to come."""
+    if not isinstance(index, Tensor) or not index.ndim:
+        return None
+    if index.is_floating_point() or index.dtype == torch.bool:
         return None
     entries = mode.find_entries(source)
     if entries is None or not entries.is_whole or source.ndim < 2:
@@ -417,33 +482,15 @@ def _gather(
         return None
     if source.ndim == 2:
         return _note_lookup(mode, out, entries.parameter, index)
-    if index.ndim == 1:  # matrices, for products to come
+    if index.ndim == 1:
         mode.derive(out, replace(entries, size=tuple(out.shape), index=index))
     return None
-
-
-def _read_first_axis_index(index: Any, *more: Any) -> Tensor | None:
-    """Return the tensor of row numbers by which axis 0 is indexed; None for other indices.
-
-    `index_select` has the arguments dim and index, `__getitem__` the index only.
-    """
-    if more:
-        if index != 0:
-            return None
-        index = more[0]
-    if isinstance(index, tuple) and len(index) == 1:
-        index = index[0]
-    if not isinstance(index, Tensor) or not index.ndim:
-        return None
-    if index.is_floating_point() or index.dtype == torch.bool:
-        return None
-    return index
 
 
 def _note_lookup(
     mode: FunctionMode, out: Tensor, table: Tensor, index: Tensor, padding: int | None = None
 ) -> Tensor:
-    """Note rows of a table that are looked up."""
+    """Record rows of a table that are looked up."""
     width = out.shape[-1]
     return mode.note(
         nn.Embedding, index, out, {"weight": table}, num_embeddings=table.numel() // max(1, width),
@@ -456,15 +503,13 @@ def _note_lookup(
 
 def _note_norm(
     module_type: type[nn.Module], function: Signature, mode: FunctionMode, out: Tensor,
-    *args: Any, **names: Any,
+    *args: Any, **named: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Note a normalization, whose other arguments are the module's attributes."""
+    """Record a normalization, whose other arguments are the module's attributes."""
     try:
-        bound = function.bind(*args, **names)
+        settings = _bind(function, args, named)
     except TypeError:  # a function of that name with other arguments
         return None
-    bound.apply_defaults()
-    settings: dict[str, Any] = dict(bound.arguments)
     for name, value in settings.items():
         if isinstance(value, list):
             settings[name] = tuple(value)
@@ -484,38 +529,42 @@ for _function, _module_type in (
 
 
 @use("mul", "multiply")
-def _mul(mode: FunctionMode, out: Tensor, one: Any, two: Any = None, **names: Any) -> Tensor | None:
-    return _note_elementwise(mode, out, one, names.get("other", two), "weight")
+def _note_mul(mode: FunctionMode, out: Tensor, input: Any, other: Any) -> Tensor | None:
+    """Record a gain."""
+    return _note_elementwise(mode, out, input, other, "weight")
 
 
 @use("add", "add_")
-def _add(
-    mode: FunctionMode, out: Tensor, one: Any, two: Any = None, *, alpha: Any = 1, **names: Any
+def _note_add(
+    mode: FunctionMode, out: Tensor, input: Any, other: Any, *, alpha: Any = 1
 ) -> Tensor | None:
-    two = names.get("other", two)
+    """Record a shift, or a table of positions; a parameter plus a number stands for the parameter.
+
+    So a gain 1 + g is recorded as g, which has the same derivatives.
+    """
     if alpha != 1:
         return None
-    if isinstance(one, (int, float)) or isinstance(two, (int, float)):
-        source = one if isinstance(one, Tensor) else two
+    if isinstance(input, (int, float)) or isinstance(other, (int, float)):
+        source = input if isinstance(input, Tensor) else other
         entries = mode.find_entries(source)
-        if out is not source and entries is not None:  # a gain 1 + g has the derivatives of g
+        if out is not source and entries is not None:
             mode.derive(out, entries)
         return None
-    return _note_elementwise(mode, out, one, two, "bias")
+    return _note_elementwise(mode, out, input, other, "bias")
 
 
 def _note_elementwise(
-    mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str
+    mode: FunctionMode, out: Tensor, input: Any, other: Any, role: str
 ) -> Tensor | None:
-    """Note a gain ("weight") or a shift ("bias") by one of both arguments."""
-    for tensor, x in ((one, two), (two, one)):
+    """Record a gain ("weight") or a shift ("bias") by one of both arguments."""
+    for tensor, x in ((input, other), (other, input)):
         entries = mode.find_entries(tensor)
         if entries is None or not isinstance(x, Tensor) or mode.find_entries(x) is not None:
             continue
         shape = tuple(tensor.shape)
         while shape and shape[0] == 1:
             shape = shape[1:]
-        if out.ndim <= len(shape):  # nothing counts samples
+        if out.ndim <= len(shape):  # no axis of the output counts samples
             return None
         if role == "bias":
             return _note_shift(mode, out, entries, shape)
@@ -527,7 +576,7 @@ def _note_elementwise(
 def _note_shift(
     mode: FunctionMode, out: Tensor, entries: ParameterEntries, shape: tuple[int, ...]
 ) -> Tensor | None:
-    """Note a bias, a table of positions or some of its rows, or a shift of some axes."""
+    """Record a bias, a table of positions or some of its rows, or a shift of some axes."""
     ends_alike = out.shape[out.ndim - len(shape) :] == shape
     if ends_alike and len(shape) > 1:
         return _note_positions(mode, out, entries, shape)
@@ -542,7 +591,7 @@ def _note_shift(
 def _note_positions(
     mode: FunctionMode, out: Tensor, entries: ParameterEntries, shape: tuple[int, ...]
 ) -> Tensor | None:
-    """Note positions that are looked up: all rows of a table, or consecutive ones."""
+    """Record positions that are looked up: all rows of a table, or consecutive ones."""
     width = shape[-1]
     is_whole_rows = width == entries.parameter.shape[-1] and entries.offset % width == 0
     if not entries.is_whole and not (is_whole_rows and entries.is_dense and entries.index is None):
@@ -556,6 +605,7 @@ def _note_positions(
 def _note_gain(
     mode: FunctionMode, out: Tensor, parameter: Tensor, shape: tuple[int, ...], x: Tensor, role: str
 ) -> Tensor:
+    """Record a product with a parameter, or its sum with one, entry by entry."""
     make = partial(Gain, role, parameter, shape)
     key = (Gain, role, id(parameter), shape)
     return mode.listener.add_function_use(key, make, x.detach().expand(out.shape), out)

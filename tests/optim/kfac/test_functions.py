@@ -201,6 +201,11 @@ CASES = {
         lambda: nn.Embedding(5, H, padding_idx=1),
         x=lambda: torch.randint(0, 5, (N, T)),
     ),
+    "torch.embedding": Case(  # where a padding of -1 stands for none
+        lambda: By(lambda x, w: torch.embedding(w, x, -1, False, False), (5, H)),
+        lambda: nn.Embedding(5, H),
+        x=lambda: torch.randint(0, 5, (N, T)),
+    ),
     "w[index]": Case(
         lambda: By(lambda x, w: w[x], (5, H)),
         lambda: nn.Embedding(5, H),
@@ -243,6 +248,11 @@ CASES = {
     "einsum over a stack": Case(
         lambda: By(lambda x, w: torch.einsum("bik,iok->bo", x, w), (T, H, D)),
         lambda: Added(),
+        stack,
+    ),
+    "einsum with a shorter ellipsis": Case(
+        lambda: By(lambda x, w: torch.einsum("...i,...oi->...o", x, w), (T, H, D)),
+        lambda: Axis(),
         stack,
     ),
     "experts in a loop": Case(
@@ -314,6 +324,39 @@ def test_blocks_are_those_of_torchs_layers(name: str, loss_name: str) -> None:
     where = torch.cat([i.flatten() for i in indices])
     want = o.definition(twin, x, kind=loss_name, joint=joint)[where[:, None], where]
     assert_close(o.gram(opt, model), want, limit, name)
+
+
+TOKENS = torch.tensor([[0, 4], [2, 2], [1, 3]])
+#: functions of (x, w) whose arguments are named, and the same without names
+NAMED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[int, ...]]] = {
+    "index_select": (
+        lambda x, w: w.index_select(dim=0, index=TOKENS.flatten()).view(N, T, H),
+        lambda x, w: w[TOKENS.flatten()].view(N, T, H),
+        (5, H),
+    ),
+    "embedding": (
+        lambda x, w: torch.embedding(weight=w, indices=TOKENS),
+        lambda x, w: F.embedding(TOKENS, w),
+        (5, H),
+    ),
+    "mul": (lambda x, w: torch.mul(input=x, other=w), lambda x, w: x * w, (D,)),
+    "add": (lambda x, w: torch.add(input=x, other=w), lambda x, w: x + w, (D,)),
+    "clone": (lambda x, w: x @ torch.clone(input=w), lambda x, w: x @ w.clone(), (D, H)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_arguments_may_be_named(name: str) -> None:
+    named, plain, shape = NAMED[name]
+    x = torch.randn(N, T, D)
+    optimizers = []
+    for function in (named, plain):
+        torch.manual_seed(1)
+        model = nn.Sequential(By(function, shape), Then(head))
+        optimizers.append((o.stepped(model, x, kind="euclidean"), model))
+    (first, model), (second, other) = optimizers
+    assert [r.block for r in first.coverage()] == [r.block for r in second.coverage()]
+    assert_close(o.gram(first, model), o.gram(second, other), 1e-12, name)
 
 
 @pytest.mark.parametrize("name", ["x @ w", "addmm", "einsum to heads", "conv2d", "bmm"])
