@@ -28,6 +28,7 @@ from ..discretization.sites import Sites, draw_sites
 from ..discretization.trial import Trial
 from ..discretization.weights import measure_wave
 from ..domains import SpaceTime
+from ..domains.sampling import Points
 from ..networks.modules import Hard, PeriodicEmbedding, Slabs
 from ..networks.windows import can_be_cut_in_time, restrict_to_window
 from ..problem.conditions import Condition, FieldAtTime, Periodic
@@ -123,9 +124,9 @@ def correct_solution(
     Raises:
         CorrectionFailed: there is no solution near the network's, as far as Newton's method tells.
     """
-    if not _is_suitable(problem, unknowns):
+    if not is_suitable(problem, unknowns):
         return None
-    space = _find_error_space(problem, copy.deepcopy(network).double().cpu())
+    space = find_error_space(problem, copy.deepcopy(network).double().cpu())
     if space is None:
         return None
     best: ErrorProfile | None = None
@@ -178,7 +179,7 @@ def is_resolved(profile: ErrorProfile) -> bool:
     return profile.unresolved <= LIMITS.resolved_share
 
 
-def _is_suitable(problem: Problem, unknowns: Mapping[str, float]) -> bool:
+def is_suitable(problem: Problem, unknowns: Mapping[str, float]) -> bool:
     """Return True if polynomials can be the error of a problem."""
     if unknowns or problem.domain.dim > LIMITS.most_dimensions:
         return False
@@ -217,7 +218,7 @@ class _Distance(nn.Module):
         return torch.cat([factor] * self._fields, -1)
 
 
-def _find_error_space(problem: Problem, network: nn.Module) -> ErrorSpace | None:
+def find_error_space(problem: Problem, network: nn.Module) -> ErrorSpace | None:
     """Return where the error of a solution lives; None if the network hides conditions."""
     hard_modules = [module for module in network.modules() if isinstance(module, Hard)]
     if len(hard_modules) > 1:
@@ -276,7 +277,7 @@ def _open_window(
     restricted = space.problem
     if is_cut:
         restricted = restrict_to_window(restricted, piece.start, piece.end, initial_values)
-    degrees = _choose_degrees(restricted, level, space.largest_degree, is_window=is_cut)
+    degrees = choose_degrees(restricted, level, space.largest_degree, is_window=is_cut)
     return Window(restricted, piece.network, space.distance, degrees)
 
 
@@ -318,7 +319,7 @@ def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[TimeWindow
     return pieces
 
 
-def _choose_degrees(
+def choose_degrees(
     problem: Problem, level: CorrectionLevel, largest_degree: int, *, is_window: bool
 ) -> list[int]:
     """Return how many polynomials a level has along each axis."""
@@ -366,7 +367,7 @@ class ConditionRows:
         local: its residual as a function of derivatives.
         derivatives: those of the network, by key.
         polynomials: those of every polynomial of the key's field, (N, K) by key.
-        weights: of the points, for integrals.
+        points: where it holds; one side of two.
         scale: factor of the residuals in the least squares.
     """
 
@@ -374,7 +375,7 @@ class ConditionRows:
     local: LocalResidual
     derivatives: Mapping[Key, Tensor]
     polynomials: Mapping[Key, Tensor]
-    weights: Tensor
+    points: Points
     scale: float
 
     def linearize(self, coefficients: Tensor, fields: Sequence[str]) -> LinearSystem:
@@ -399,8 +400,8 @@ class ConditionRows:
             blocks.append(block)
         rows = torch.cat(blocks, 2)
         if self.condition.target is not None:
-            rows = torch.einsum("n,nrk->rk", self.weights, rows)
-            values = self.weights @ values - self.condition.target
+            rows = torch.einsum("n,nrk->rk", self.points.weights, rows)
+            values = self.points.weights @ values - self.condition.target
             return LinearSystem(self.scale * rows, self.scale * values)
         return LinearSystem(self.scale * rows.flatten(0, 1), self.scale * values.flatten())
 
@@ -443,6 +444,7 @@ class Window:
     """F(u + e) = 0 in least squares on a window of time, or on the whole domain.
 
     Attributes:
+        rows: the conditions at their points.
         unresolved: share of the residuals that e leaves.
     """
 
@@ -452,14 +454,16 @@ class Window:
         network: nn.Module,
         distance: nn.Module | None,
         degrees: Sequence[int],
+        oversampling: float = LIMITS.oversampling,
     ) -> None:
         self._problem = problem
+        self._oversampling = oversampling
         self._network = network
         domain = problem.domain
         basis = ChebyshevBasis(domain.low, domain.high, degrees)
         self._polynomials = ErrorPolynomials(basis, distance)
         self._coefficients = torch.zeros(len(problem.fields), basis.size, dtype=torch.float64)
-        self._rows = [self._prepare(condition) for condition in problem.conditions]
+        self.rows = [self._prepare(condition) for condition in problem.conditions]
         self.unresolved = math.inf
 
     def read_values(self, points: Tensor, order: int) -> Tensor:
@@ -497,11 +501,11 @@ class Window:
             scale = wave**-0.5
         if condition.target is None:
             scale /= math.sqrt(len(sites[0]))
-        return ConditionRows(condition, local, derivatives, polynomials, sites[0].weights, scale)
+        return ConditionRows(condition, local, derivatives, polynomials, sites[0], scale)
 
     def _draw_sites(self, condition: Condition) -> Sites:
         """Return points of a condition: some for each coefficient, less away from equations."""
-        count = LIMITS.oversampling * self._coefficients.numel()
+        count = self._oversampling * self._coefficients.numel()
         if not condition.is_equation or condition.on is not None:
             count *= LIMITS.boundary_points
         region = condition.region(self._problem.domain)
@@ -517,7 +521,7 @@ class Window:
         self.unresolved = 0.0
         if first_norm == 0.0:
             return
-        is_affine = all(rows.local.is_affine(rows.derivatives) for rows in self._rows)
+        is_affine = all(rows.local.is_affine(rows.derivatives) for rows in self.rows)
         for _ in range(LIMITS.newton_steps):
             step = system.solve().view_as(self._coefficients)
             if not is_affine:
@@ -548,11 +552,18 @@ class Window:
 
     def _linearize(self, coefficients: Tensor) -> LinearSystem:
         """Return the residuals of u + e and their slopes by the coefficients of e."""
-        fields = self._problem.fields
-        parts = [rows.linearize(coefficients, fields) for rows in self._rows]
+        parts = self._linearize_each(coefficients)
         return LinearSystem(
             torch.cat([part.rows for part in parts]), torch.cat([part.residuals for part in parts])
         )
+
+    def _linearize_each(self, coefficients: Tensor) -> list[LinearSystem]:
+        fields = self._problem.fields
+        return [rows.linearize(coefficients, fields) for rows in self.rows]
+
+    def linearize_conditions(self) -> list[LinearSystem]:
+        """Return the residuals of u + e and their slopes, condition by condition."""
+        return self._linearize_each(self._coefficients)
 
     def bound_unexplained(self, initial_error: float) -> float:
         """Return the root mean square of what residuals that e leaves may add to the error.
@@ -563,7 +574,7 @@ class Window:
             initial_error: that of the window before, which the initial values have.
         """
         violation = self._linearize(self._coefficients).norm
-        for rows in self._rows:
+        for rows in self.rows:
             if rows.condition.is_initial:
                 violation += rows.scale * initial_error
         return self.measure_reach() * violation

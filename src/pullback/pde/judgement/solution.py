@@ -26,6 +26,7 @@ from ..networks.modules import Slabs
 from ..networks.state import copy_architecture
 from ..problem.problem import Problem
 from .check import Check
+from .contradiction import find_contradiction, find_differing_values
 from .correction import CorrectionFailed, correct_solution, is_resolved
 from .error_profile import ErrorProfile
 from .estimate import THRESHOLDS as TANGENTS
@@ -197,23 +198,43 @@ class PDESolution:
         )
 
     def judge_residuals(self) -> PDEVerdict:
-        """Return the verdict with the place where most of an equation's residual lies, if any.
+        """Return the verdict with what keeps residuals large, where that is seen.
 
-        A coefficient that jumps is told as well.
+        It is a coefficient that jumps, conditions that contradict each other, or a place where most
+        of an equation's residual lies.
         """
         jump = find_jump(self.problem)
         if jump:
             return replace(self.verdict, jump=jump)
-        equations = {c.name for c in self.problem.conditions if c.is_equation and c.on is None}
-        residuals = {name: r for name, r in self.residual.items() if name in equations}
-        if not residuals:
-            return self.verdict
-        name = max(residuals, key=lambda n: residuals[n].relative)
+        residuals = self.residual
+        return replace(
+            self.verdict,
+            concentrated=self._find_concentration(residuals),
+            contradicting=self._find_contradiction(residuals),
+            differing=find_differing_values(self.problem),
+        )
+
+    def _find_concentration(self, residuals: Mapping[str, Residual]) -> str:
+        """Return where most of the largest residual of an equation lies, in words, or ""."""
+        equations = [c.name for c in self.problem.conditions if c.is_equation and c.on is None]
+        if not equations:
+            return ""
+        name = max(equations, key=lambda n: residuals[n].relative)
         worst = residuals[name]
         if worst.concentration < THRESHOLDS.concentrated_share:
-            return self.verdict
+            return ""
         coordinates = ", ".join(f"{axis} = {at:.3g}" for axis, at in worst.largest_at.items())
-        return replace(self.verdict, concentrated=f"{name!r} near {coordinates}")
+        return f"{name!r} near {coordinates}"
+
+    def _find_contradiction(self, residuals: Mapping[str, Residual]) -> tuple[str, ...]:
+        """Return the names of conditions that cannot hold together near the solution, if any."""
+        if self.nested:
+            return ()
+        sizes = {name: residual.size for name, residual in residuals.items()}
+        try:
+            return find_contradiction(self.problem, self.network, sizes)
+        except (PullbackError, torch.linalg.LinAlgError):
+            return ()
 
     def _try_to_estimate(self) -> Estimate | None:
         """Return a quick estimate of the error; a solve is not lost for want of it."""

@@ -70,6 +70,14 @@ _JUMP_REMEDY = (
     "The solution has a kink there, which one smooth field cannot have: give each side a field and "
     "an equation of its own, and state both jump conditions where they meet"
 )
+_CONTRADICTION_REMEDY = (
+    "No steps and no network lower that: correct or drop a condition. Nonlinear equations may have "
+    "a solution elsewhere, which other initial values find"
+)
+_DIFFERENCE_REMEDY = (
+    "No continuous solution does both: make the values agree. A jump that is meant needs a "
+    "singular function beside the network, or stays outside the domain"
+)
 _TINY_SOLUTION = (
     "The solution is tiny beside the initial network: state the problem in units in which its "
     "values are about 1"
@@ -109,6 +117,8 @@ class PDEVerdict:
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         concentrated: where most of the largest residual lies, in words; empty if it is spread.
         is_isolated: whether a second discretization found no solution near this one.
+        contradicting: conditions that cannot hold together near this solution.
+        differing: where two conditions ask for different values at a point, in words.
         jump: where a coefficient of the highest derivatives jumps, in words; empty if none does.
         noise: relative misfit of measured data, 0 without data; equations cannot hold much better
             than these where both are in the loss.
@@ -130,6 +140,8 @@ class PDEVerdict:
     lost_from: float | None = None
     is_isolated: bool = False
     concentrated: str = ""
+    contradicting: tuple[str, ...] = ()
+    differing: str = ""
     jump: str = ""
     noise: float = 0.0
     has_many_states: bool = False
@@ -150,7 +162,7 @@ class PDEVerdict:
             return Outcome.OVERFITTED
         if self.relative <= THRESHOLDS.solved or self._is_below_noise:
             return self._judge_error()
-        if self.stuck:
+        if self.stuck or self.contradicting:
             return Outcome.STALLED
         return Outcome.UNFINISHED
 
@@ -220,13 +232,33 @@ class PDEVerdict:
             )
         if name is Outcome.DOUBTFUL:
             return f"{residuals}, {self._doubt}"
-        if self.concentrated:
+        residuals += self._conflict
+        if self.concentrated and not self._conflict:
             residuals += f", most of it in {self.concentrated}"
         if self._is_torn_by_data:
             residuals += f", and measurements are missed by {self.noise:.1g}"
         if name is Outcome.STALLED:
             return f"at a loss of {self.fresh_loss:.1e} {residuals}"
         return residuals
+
+    @property
+    def _conflict(self) -> str:
+        """Return which conditions cannot hold together, or ""."""
+        if self.differing:
+            return f", and {self.differing}"
+        if len(self.contradicting) == 1:
+            return f", and no change nearby lowers those of {self.contradicting[0]!r}"
+        if self.contradicting:
+            *others, last = map(repr, self.contradicting)
+            return f", and {', '.join(others)} and {last} contradict each other"
+        return ""
+
+    @property
+    def _conflict_remedy(self) -> str:
+        """Return what to do about conditions that cannot hold together."""
+        if self.differing:
+            return _DIFFERENCE_REMEDY
+        return _CONTRADICTION_REMEDY
 
     @property
     def _doubt(self) -> str:
@@ -294,6 +326,8 @@ class PDEVerdict:
             return f". {_TINY_SOLUTION}"
         if self._is_torn_by_data:
             return f". {_DISAGREEMENT}"
+        if self._conflict and self.name is not Outcome.OVERFITTED:
+            return f". {self._conflict_remedy}"
         if self.concentrated and not self.ended_early:
             return f". {_CONCENTRATED_REMEDY}"
         return f". {_REMEDIES[self.name]}"
