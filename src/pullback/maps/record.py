@@ -336,6 +336,8 @@ class ForwardRecord:
 
         None leaves the module's output in place.
         """
+        if _is_complex(x, output):
+            return None
         site = self.layers.find_site(path, module, layer)
         if site is None:
             if self.outputs is not None and layer.curvature == "kronecker":
@@ -370,6 +372,8 @@ class ForwardRecord:
         Returns:
             The output that replaces the function's.
         """
+        if _is_complex(x, output):
+            return output
         return self._add_use(self.layers.find_function_site(key, make), x, output)
 
     def _add_use(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
@@ -660,6 +664,11 @@ def _read_normalization(output: Tensor) -> Normalization | None:
 def _has_packed_tensors() -> bool:
     """Return True if saved tensors are packed, as by checkpoints: they unpack only once."""
     return _PACKING is None or _PACKING(True) is not None
+
+
+def _is_complex(x: Tensor, output: Tensor) -> bool:
+    """Return True for a use among complex numbers, where the formulas of layers do not hold."""
+    return x.is_complex() or output.is_complex()
 
 
 def _is_shared_embedding(module: nn.Module, indices: Tensor, samples: int) -> bool:
