@@ -32,7 +32,7 @@ NOT_YET_CLEAN = frozenset({"vmc"})
 #: public names, such as `every=10` for every tenth step: file ↦ the names that it may bind
 OPTIONS = {
     "pde/discretization/plan.py": {"every"},
-    "symmetry/descent/keeper.py": {"every"},
+    "symmetry/descent/retractor.py": {"every"},
     "symmetry/slice_sgd.py": {"every"},
     "symmetry/sliced.py": {"every"},
 }

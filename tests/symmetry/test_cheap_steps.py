@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.symmetry.descent import keeper
+from pullback.symmetry.descent import retractor
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.sliced import Sliced
 from pullback.symmetry.slices import EqualNorm
@@ -132,7 +132,7 @@ def test_steps_that_differ_are_not_recorded_unless_all_of_them_are(
     build, options: dict[str, int], period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay has no number of the step: it would balance the same layers for ever."""
-    monkeypatch.setattr(keeper, "is_recording", lambda _: True)
+    monkeypatch.setattr(retractor, "is_recording", lambda _: True)
     model = mlp(3, 8, 6, 5, 2)
     if period == 1:
         descend(model, build(model, **options))
@@ -145,7 +145,7 @@ def test_steps_that_differ_are_not_recorded_unless_all_of_them_are(
 
 
 def test_layers_may_be_recorded_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "is_recording", lambda _: True)
+    monkeypatch.setattr(retractor, "is_recording", lambda _: True)
     model = mlp(3, 8, 6, 5, 2)
     opt = make(model, group="layer")
     descend(model, opt, 3)

@@ -99,20 +99,20 @@ def tangents(ws: list[Tensor], unit: bool) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("slice_name", ["riemannian", "gtk-orthonormal", "gtk-polar"])
-def test_each_direction_is_the_kernel_of_its_basis(slice_name: str) -> None:
+@pytest.mark.parametrize("variant", ["riemannian", "gtk-orthonormal", "gtk-polar"])
+def test_each_direction_is_the_kernel_of_its_basis(variant: str) -> None:
     ws, gs = layers()
     r = torch.cat([w / w.norm() for w in ws])
-    if slice_name == "riemannian":
+    if variant == "riemannian":
         radial = r / 3**0.5
     else:
         radial = r
-    basis = torch.cat([radial[None], tangents(ws, unit=slice_name != "gtk-polar")])
+    basis = torch.cat([radial[None], tangents(ws, unit=variant != "gtk-polar")])
     expected = basis.mT @ (basis @ torch.cat(gs))
     blocks = [(str(i),) for i in range(3)]
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
-    direction = find_direction(slice_name, [blocks], params, gradients)
+    direction = find_direction(variant, [blocks], params, gradients)
     assert torch.allclose(torch.cat(list(direction.values())), expected, atol=1e-13)
 
 
@@ -137,9 +137,9 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
     gradients = {n: torch.randn_like(p) for n, p in params.items()}
     joined = {"ab": torch.cat([params["a"].flatten(), params["b"]]), "c": params["c"]}
     other = {"ab": torch.cat([gradients["a"].flatten(), gradients["b"]]), "c": gradients["c"]}
-    for slice_name in ("riemannian", "gtk-orthonormal", "gtk-polar"):
-        split = find_direction(slice_name, [[("a", "b"), ("c",)]], params, gradients)
-        whole = find_direction(slice_name, [[("ab",), ("c",)]], joined, other)
+    for variant in ("riemannian", "gtk-orthonormal", "gtk-polar"):
+        split = find_direction(variant, [[("a", "b"), ("c",)]], params, gradients)
+        whole = find_direction(variant, [[("ab",), ("c",)]], joined, other)
         assert torch.allclose(torch.cat([split["a"].flatten(), split["b"]]), whole["ab"])
         assert bool(split["c"].isfinite().all())
 

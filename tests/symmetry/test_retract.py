@@ -23,8 +23,8 @@ def scalar_net(weights: list[float], biases: list[float]) -> nn.Sequential:
     return model
 
 
-def values(model: nn.Sequential, slice_name: str) -> list[float]:
-    return [float(getattr(m, slice_name).item()) for m in model if isinstance(m, nn.Linear)]
+def values(model: nn.Sequential, parameter_name: str) -> list[float]:
+    return [float(getattr(m, parameter_name).item()) for m in model if isinstance(m, nn.Linear)]
 
 
 def test_two_scalar_layers() -> None:

@@ -465,7 +465,7 @@ def test_recorded_graphs_do_what_the_kernels_do(group: str, momentum: float) -> 
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert relative(q.cpu(), p) < 1e-10
     if group == "neuron":
-        assert len(optimizers[1]._keeper._replay._graphs) == 2
+        assert len(optimizers[1]._retractor._replay._graphs) == 2
 
 
 @pytest.mark.cuda

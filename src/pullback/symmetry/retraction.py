@@ -1,13 +1,15 @@
 r"""The way along an orbit to its point on a slice, from norms alone.
 
-On a slice pairs of norms are equal: c(t) = ½ log(in/out) = 0, one number per scale. Two kinds of
-norms offer `imbalance`, `newton_step` and `dead`:
+On a slice pairs of squared norms are equal: in = out, one pair per scale. Points of an orbit have
+log-scales t, and `imbalance` is log(out/in) at t. Two kinds of norms offer `imbalance`,
+`newton_step` and `dead`:
 
     UnitNorms     in_u and out_u of every unit           balanced slices
     BlockNorms    norms of neighboring blocks of layers  slices of equal norms
 
-`solve_log_scales` solves c(t) = 0 for both. Far away t_u ← t_u + ¼ log(out_u/in_u), for units that
-share no parameter at once; this never overshoots. Near by, Newton's method ends at round-off.
+`solve_log_scales` solves imbalance(t) = 0 for both. Far away each t_u moves by a share of its
+imbalance that balances the unit by itself (¼ where its powers are ±1), for units that share no
+parameter at once; this never overshoots. Near by, Newton's method ends at round-off.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .scaling_units import ScalingUnits
 
 @dataclass(frozen=True)
 class RetractionThresholds:
-    """Numbers that steer the solution of c(t) = 0.
+    """Numbers that steer the solution of imbalance(t) = 0.
 
     Attributes:
         iterations: at most. Sweeps converge linearly, and more slowly in longer chains. A
@@ -64,11 +66,11 @@ class Norms(Protocol):
     dead: Tensor
 
     def imbalance(self, t: Tensor) -> Tensor:
-        """log(out/in) of every unit, 0 for dead ones: (U,)."""
+        """Return log(out/in) of every unit, 0 for dead ones: (U,)."""
         ...
 
     def newton_step(self, t: Tensor, tolerance: float) -> Tensor:
-        """Newton's step for imbalance(t) = 0, with a relative error of about this size."""
+        """Return Newton's step for imbalance(t) = 0, with a relative error of about this size."""
         ...
 
 
@@ -125,7 +127,7 @@ def solve_log_scales(norms: Norms, t: Tensor, eps: float) -> Tensor:
 
 
 def sweep(norms: Norms, t: Tensor) -> Tensor:
-    """Return t_u + ¼ log(out/in), class after class of units that share no parameter."""
+    """Return t after each unit was balanced by itself, class after class of `units.colors`."""
     sizes = torch.tensor(norms.units.sizes, device=t.device)
     for color in norms.units.colors:
         rates = torch.zeros(len(sizes), dtype=t.dtype)

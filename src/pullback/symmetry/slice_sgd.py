@@ -19,7 +19,7 @@ from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_spars
 from ..steps.memory import shared_numbers
 from .chains import list_layers
 from .descent.directions import SliceGradient, find_direction
-from .descent.keeper import Keeper, Schedule, is_idle
+from .descent.retractor import Retractor, Schedule, is_idle
 from .descent.sweeps import Follower
 from .find import read_scalings
 from .slices import EqualNorm, Retraction, Slice, SliceKind, choose_layer_slice
@@ -92,7 +92,7 @@ class SliceSGD(Optimizer):
         self.gradient = gradient
         self.retractions = Schedule(every, sweeps, captured)
         self.scalings, _ = read_scalings(symmetry, model)
-        self._keeper = self._make_keeper()
+        self._retractor = self._make_retractor()
         self._names = self._name_parameters()
         if params is None:
             params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
@@ -103,14 +103,14 @@ class SliceSGD(Optimizer):
 
     @property
     def slice(self) -> Slice | None:
-        """Return the slice; None if all scalings involve frozen parameters."""
-        self._keeper.refresh()
-        return self._keeper.slice
+        """The slice for the parameters that are trained now; None if no scaling is left."""
+        self._retractor.refresh()
+        return self._retractor.slice
 
     def retract_(self) -> Retraction | None:
         """Retract parameters and momentum to the slice, to round-off."""
-        self._keeper.refresh()
-        return self._keeper.retract_(self._list_followers())
+        self._retractor.refresh()
+        return self._retractor.retract_(self._list_followers())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own rates."""
@@ -122,7 +122,7 @@ class SliceSGD(Optimizer):
             require_number(f"{name}=", value)
         super().add_param_group(group)
         self._complete_state()
-        self._keeper.set_optimized(self.param_groups)
+        self._retractor.set_optimized(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -136,15 +136,15 @@ class SliceSGD(Optimizer):
                 loss = closure()
         if is_idle(self.param_groups):
             return loss
-        self._keeper.refresh()
+        self._retractor.refresh()
         self._schedule["steps"] += 1
         steps = self._schedule["steps"]
-        should_retract = self._keeper.should_retract(steps)
+        should_retract = self._retractor.should_retract(steps)
         directions = self._find_directions()
         for group in self.param_groups:
             self._descend(group, directions)
         if should_retract:
-            self._keeper.run(steps, self._list_followers())
+            self._retractor.retract_by_sweeps(steps, self._list_followers())
         return loss
 
     def _descend(self, group: dict[str, Any], directions: dict[str, Tensor] | None) -> None:
@@ -176,16 +176,16 @@ class SliceSGD(Optimizer):
             maximize=False,
         )
         if momentum:
-            self._keep_buffers(params, buffers)
+            self._store_buffers(params, buffers)
 
-    def _keep_buffers(self, params: list[Tensor], buffers: list[Tensor | None]) -> None:
-        """Keep the momentum buffers, which `sgd` has created if there were none."""
+    def _store_buffers(self, params: list[Tensor], buffers: list[Tensor | None]) -> None:
+        """Store the momentum buffers, which `sgd` has created if there were none."""
         for p, buffer in zip(params, buffers, strict=True):
             self.state[p]["momentum_buffer"] = buffer
 
     def _find_directions(self) -> dict[str, Tensor] | None:
         """Return the directions X by name; None if X is the gradient itself."""
-        slice = self._keeper.slice
+        slice = self._retractor.slice
         if slice is None or self._has_tangent_gradient(slice):
             return None
         params: dict[str, Tensor] = {}
@@ -204,8 +204,12 @@ class SliceSGD(Optimizer):
         return find_direction(self.gradient, list_layers(slice.scalings), params, gradients)
 
     def _has_tangent_gradient(self, slice: Slice) -> bool:
-        """Return True if gradient and weight decay are tangent to the slice without projection."""
-        if self.gradient != SliceGradient.RIEMANNIAN or not self._keeper.is_orthogonal:
+        """Return True if gradient and weight decay are tangent to the slice without projection.
+
+        On a slice that is orthogonal to orbits the gradient is. Weight decay is too, on layers of
+        equal norm only if it is the same for all of them.
+        """
+        if self.gradient != SliceGradient.RIEMANNIAN or not self._retractor.is_orthogonal:
             return False
         decays = {group["weight_decay"] for group in self.param_groups}
         return not isinstance(slice, EqualNorm) or len(decays) == 1
@@ -231,8 +235,8 @@ class SliceSGD(Optimizer):
         super().__setstate__(state)
         if "model" in state:
             self._names = self._name_parameters()
-            self._keeper = self._make_keeper()
-            self._keeper.set_optimized(self.param_groups)
+            self._retractor = self._make_retractor()
+            self._retractor.set_optimized(self.param_groups)
             self.start = None
         params = [p for group in self.param_groups for p in group["params"]]
         saved = (self.state[p].get("schedule") for p in params)
@@ -265,9 +269,9 @@ class SliceSGD(Optimizer):
                 if group["momentum"] and self.state[p].get("momentum_buffer") is None:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
-    def _make_keeper(self) -> Keeper:
-        slice_name = SliceKind.BALANCED if self.group == "neuron" else choose_layer_slice
-        return Keeper(self.model, self.scalings, slice_name, self.retractions)
+    def _make_retractor(self) -> Retractor:
+        slice_choice = SliceKind.BALANCED if self.group == "neuron" else choose_layer_slice
+        return Retractor(self.model, self.scalings, slice_choice, self.retractions)
 
     def _name_parameters(self) -> dict[int, str]:
         """Return the names of the model's parameters by id."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .._core.errors import PullbackError
 from ..optim.kfac import KFAC
 from ..steps.memory import shared_numbers
-from .descent.keeper import Keeper, Schedule, is_idle
+from .descent.retractor import Retractor, Schedule, is_idle
 from .descent.sweeps import Follower
 from .descent.transport import find_powers, list_followers, rescale_curvature
 from .find import read_scalings
@@ -69,15 +69,15 @@ class Sliced(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._is_constructed = True
         self.param_groups = optimizer.param_groups
-        self._keeper = Keeper(
+        self._retractor = Retractor(
             model,
             scalings,
             slice,
             Schedule(every, sweeps, captured),
             returns_log_scales=isinstance(optimizer, KFAC),
         )
-        self._keeper.set_optimized(self.param_groups)
-        _refuse_foreign_parameters(self._keeper)
+        self._retractor.set_optimized(self.param_groups)
+        _refuse_foreign_parameters(self._retractor)
         #: the retraction at construction: how far the parameters were away, and dead units
         self.start: Retraction | None = self.retract_()
 
@@ -112,13 +112,13 @@ class Sliced(Optimizer):
     @property
     def slice(self) -> Slice | None:
         """Return the slice; None if all scalings involve frozen parameters."""
-        self._keeper.refresh()
-        return self._keeper.slice
+        self._retractor.refresh()
+        return self._retractor.slice
 
     def retract_(self) -> Retraction | None:
         """Retract parameters and state to the slice, to round-off."""
-        self._keeper.refresh()
-        retraction = self._keeper.retract_(self._list_followers())
+        self._retractor.refresh()
+        retraction = self._retractor.retract_(self._list_followers())
         if retraction is not None:
             self._rescale_curvature(torch.cat(retraction.scales))
         return retraction
@@ -136,12 +136,14 @@ class Sliced(Optimizer):
         self._has_started = True
         if changes_nothing:
             return result
-        self._keeper.refresh()
+        self._retractor.refresh()
         self._schedule["steps"] += 1
         steps = self._schedule["steps"]
-        if self._keeper.should_retract(steps):
+        if self._retractor.should_retract(steps):
             with torch.no_grad():
-                self._rescale_curvature(self._keeper.run(steps, self._list_followers()))
+                self._rescale_curvature(
+                    self._retractor.retract_by_sweeps(steps, self._list_followers())
+                )
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -150,7 +152,7 @@ class Sliced(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_constructed:
             self.optimizer.add_param_group(param_group)
-            self._keeper.set_optimized(self.param_groups)
+            self._retractor.set_optimized(self.param_groups)
         else:
             super().add_param_group(param_group)
 
@@ -199,18 +201,18 @@ class Sliced(Optimizer):
 
     def _rescale_curvature(self, log_scales: Tensor | None) -> None:
         """Rescale K-FAC's averages and inverses after parameters were scaled by these, (U,)."""
-        slice = self._keeper.slice
+        slice = self._retractor.slice
         if log_scales is None or slice is None or not isinstance(self.optimizer, KFAC):
             return
-        rescale_curvature(self.optimizer.blocks, self._keeper.named, slice.units, log_scales)
+        rescale_curvature(self.optimizer.blocks, self._retractor.named, slice.units, log_scales)
 
     def _list_followers(self) -> dict[str, list[Follower]]:
         """Return the tensors of the inner optimizer's state that are scaled with parameters."""
-        if self._keeper.slice is None:
+        if self._retractor.slice is None:
             return {}
         followers = {}
-        for name in self._keeper.slice.units.names:
-            p = self._keeper.named[name]
+        for name in self._retractor.slice.units.names:
+            p = self._retractor.named[name]
             if p in self.optimizer.state:
                 followers[name] = list_followers(self.optimizer.state[p], p, self._powers)
         return followers
@@ -231,9 +233,9 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
 
 
-def _refuse_foreign_parameters(keeper: Keeper) -> None:
+def _refuse_foreign_parameters(retractor: Retractor) -> None:
     """Raise where the optimizer moves none of the model's parameters."""
-    if keeper.optimized.isdisjoint(id(p) for p in keeper.named.values()):
+    if retractor.optimized.isdisjoint(id(p) for p in retractor.named.values()):
         raise PullbackError(
             "The optimizer's parameters are not the model's",
             "it moves none of the parameters that the symmetry scales",

@@ -131,19 +131,22 @@ class _Multiplier:
 
 @dataclass(frozen=True)
 class _LayerScales:
-    """W_oi ← l_o W_oi r_i for each group of channels.
+    """W_ij ← l_i W_ij r_j for the matrices (rows, columns) of a weight, one per group of channels.
+
+    Rows are a layer's outputs and columns its inputs, unless the weight is held as (inputs,
+    outputs).
 
     Attributes:
-        outputs: l, (G, O).
-        inputs: r, (G, I), with the bias's coordinate.
+        rows: l, (G, rows).
+        columns: r, (G, columns), with the bias's coordinate.
     """
 
-    outputs: Tensor
-    inputs: Tensor
+    rows: Tensor
+    columns: Tensor
 
     def invert(self) -> _LayerScales:
         """Return 1/l and 1/r."""
-        return _LayerScales(1 / self.outputs, 1 / self.inputs)
+        return _LayerScales(1 / self.rows, 1 / self.columns)
 
 
 @torch.no_grad()
@@ -185,12 +188,12 @@ def _rescale_units(
 ) -> None:
     """Rescale a block with a small matrix for each unit, as of a norm's gain and shift."""
     average = state.averages[key]
-    columns = []
+    by_parameter = []
     for parameter, parameter_multipliers in zip(parameters, multipliers, strict=True):
         ones = average.mass.new_ones(parameter.shape)
         factor = reduce(torch.mul, [m.values for m in parameter_multipliers], ones)
-        columns.append(factor.flatten())
-    factors = torch.stack(columns, 1)  # of every unit, (U, k)
+        by_parameter.append(factor.flatten())
+    factors = torch.stack(by_parameter, 1)  # of every unit, (U, k)
     for value in (*average.value.values(), *average.mean.values()):
         scale_rows_and_columns(get_entries(value), 1 / factors)
     block = state.states.blocks[key]
@@ -200,7 +203,7 @@ def _rescale_units(
 def _rescale_kronecker(
     state: KFACState, key: BlockKey, parameter: Tensor, multipliers: Sequence[_Multiplier]
 ) -> None:
-    """Rescale a block with factors of inputs and outputs."""
+    """Rescale a block with a factor for its rows and one for its columns."""
     average = state.averages[key]
     # In these uses a weight's rows belong to the layer's input.
     transposed_uses = {layer.use for layer in REGISTRY.values() if layer.input_first}
@@ -210,17 +213,17 @@ def _rescale_kronecker(
     inverse_scales = scales.invert()
     for factor, value in (*average.value.items(), *average.mean.items()):
         if factor.side == FactorSide.MEAN:
-            get_entries(value).mul_(inverse_scales.inputs[:, : value.shape[-1]])
+            get_entries(value).mul_(inverse_scales.columns[:, : value.shape[-1]])
             continue
         matrix = unpack(value)
         if factor.side == FactorSide.ROWS:
-            scale_rows_and_columns(matrix, inverse_scales.outputs)
+            scale_rows_and_columns(matrix, inverse_scales.rows)
         else:
-            scale_rows_and_columns(matrix, inverse_scales.inputs)
+            scale_rows_and_columns(matrix, inverse_scales.columns)
         if matrix is not value:
             get_entries(value).copy_(PackedMatrix.pack(matrix).entries)
     block = state.states.blocks[key]
-    block.rule.rescale(block.state, scales.outputs, scales.inputs)
+    block.rule.rescale(block.state, scales.rows, scales.columns)
 
 
 def _find_layer_scales(
@@ -230,34 +233,37 @@ def _find_layer_scales(
     key: BlockKey,
     input_first: bool,
 ) -> _LayerScales:
-    """Return l (G, O) and r (G, I) of a block, with the bias's coordinate in the latter."""
-    groups, output_count, input_count = shape
+    """Return l and r of a block, with the bias's coordinate in the latter."""
+    groups, row_count, column_count = shape
     template = multipliers[0].values if multipliers else parameter
-    outputs = template.new_ones(groups, output_count)
-    inputs = template.new_ones(groups, input_count - key.is_joint)
+    rows = template.new_ones(groups, row_count)
+    columns = template.new_ones(groups, column_count - key.is_joint)
     for multiplier in multipliers:
         values = multiplier.values.expand(parameter.shape)
-        if _is_along_inputs(values, multiplier, key, input_first):
+        if _is_along_columns(values, multiplier, key, input_first):
             # It is the same for all rows of a group.
             first_rows = values[:: max(1, len(values) // groups)]
-            inputs = inputs * first_rows.reshape(groups, -1)
+            columns = columns * first_rows.reshape(groups, -1)
         else:
             first_column = values[(slice(None), *[0] * (parameter.ndim - 1))]
-            outputs = outputs * first_column.reshape(groups, -1)
+            rows = rows * first_column.reshape(groups, -1)
     if key.is_joint:
-        inputs = F.pad(inputs, (0, 1), value=1.0)
-    return _LayerScales(outputs, inputs)
+        columns = F.pad(columns, (0, 1), value=1.0)
+    return _LayerScales(rows, columns)
 
 
-def _is_along_inputs(
+def _is_along_columns(
     values: Tensor, multiplier: _Multiplier, key: BlockKey, input_first: bool
 ) -> bool:
-    """Return True if values that are broadcast to a parameter differ along the layer's inputs."""
+    """Return True if values that are broadcast to a parameter scale its columns, not its rows.
+
+    An axis along which they are broadcast has a stride of 0.
+    """
     sizes_and_strides = zip(values.shape[1:], values.stride()[1:], strict=True)
     if any(size > 1 and stride for size, stride in sizes_and_strides):
         return True
     differs_along_rows = values.shape[0] > 1 and values.stride(0) != 0
     if differs_along_rows or key.is_bias:
         return False
-    # All values are equal: their part in the scaling decides.
+    # There is one value: the side of the layer that is scaled decides.
     return multiplier.scales_outputs == input_first

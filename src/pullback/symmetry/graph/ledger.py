@@ -237,7 +237,7 @@ class Ledger:
     _unit_numbers: dict[_Unit, int] = field(default_factory=dict)
     _call_count: int = 0
 
-    def count_call(self) -> int:
+    def number_call(self) -> int:
         """Return a new number for one operation."""
         self._call_count += 1
         return self._call_count

@@ -47,11 +47,11 @@ class Scales:
         """Return labels (count,) of new atoms, which this operation introduces."""
         start = len(self.origin)
         self.origin.extend([origin] * count)
-        labels = [self.find_label(((atom, 1),)) for atom in range(start, start + count)]
+        labels = [self.label_form(((atom, 1),)) for atom in range(start, start + count)]
         return torch.tensor(labels).long()
 
-    def find_label(self, form: Form) -> int:
-        """Return the label of a form, which is new if the form is."""
+    def label_form(self, form: Form) -> int:
+        """Return the label of a form, and give it one if it has none."""
         if form not in self._labels:
             self._labels[form] = len(self.forms)
             self.forms.append(form)
@@ -109,7 +109,7 @@ class Scales:
         def multiply(x: int, y: int) -> int:
             if ZERO in (x, y):
                 return ZERO
-            return self.find_label(self.solve(_add(self.forms[x], self.forms[y], sign)))
+            return self.label_form(self.solve(_add(self.forms[x], self.forms[y], sign)))
 
         return map_pairs(a, b, multiply)
 
@@ -130,7 +130,7 @@ class Scales:
             if not numerator:
                 return FIXED
             raised = tuple((atom, numerator * power // denominator) for atom, power in form)
-            return self.find_label(raised)
+            return self.label_form(raised)
 
         return map_labels(a, raise_label)
 

@@ -229,7 +229,7 @@ class Walk:
         if fixed or shape.numel() > LIMITS.atoms:
             label = torch.tensor(FIXED)
         else:
-            label = self.scales.new_atoms(shape.numel(), self.ledger.count_call()).view(shape)
+            label = self.scales.new_atoms(shape.numel(), self.ledger.number_call()).view(shape)
         self.scale_parameter(value, label.expand(value.view))
         return Activation.expand(label, value.view)
 

@@ -98,7 +98,7 @@ def _apply_weight(walk: Walk, x: Activation, weight: ParameterCoordinates) -> Ac
     else:
         matrix_count = 1
         incoming = walk.scales.merge(x.scale, [0, 1])  # (1, 1, i)
-    atoms = walk.scales.new_atoms(matrix_count * m, walk.ledger.count_call())
+    atoms = walk.scales.new_atoms(matrix_count * m, walk.ledger.number_call())
     atoms = atoms.view(matrix_count, 1, m)
     if bool((incoming != ZERO).any()):  # otherwise the weight has no effect
         walk.scale_parameter(weight, atoms, walk.scales.power(incoming.mT, -1))
@@ -112,7 +112,7 @@ def _apply_weight(walk: Walk, x: Activation, weight: ParameterCoordinates) -> Ac
 def _read_by_matrix(
     walk: Walk, units: Tensor, weight: ParameterCoordinates, atoms: Tensor
 ) -> Tensor:
-    """Record that a linear layer with weight (i, m) reads units (b, n, i); return its own, (m,)."""
+    """Record that a linear layer, weight (i, m), reads units (b, n, i); return its units, (m,)."""
     matrix = walk.name_matrix(weight)
     if matrix is None:
         walk.ledger.mark_nonlinear(collapse(units))
@@ -126,7 +126,7 @@ def _read_by_matrix(
 def _read_by_layer(
     walk: Walk, units: Tensor, layer: Producer, columns: Sequence[int], is_padded: bool = False
 ) -> Tensor:
-    """Record that a layer reads units (…, i) at its columns (i,); return its own units, (m,)."""
+    """Record that a layer reads units (…, i) at its columns (i,); return its units, (m,)."""
     layer_units = walk.ledger.add_producer(layer)
     number = len(walk.ledger.producers) - 1
     units = collapse(units)
@@ -166,15 +166,15 @@ def _multiply_units(walk: Walk, x: Activation, y: Activation) -> Tensor:
     """
     x_units = collapse(x.unit)
     y_units = collapse(y.unit)
-    call = walk.ledger.count_call()
+    call = walk.ledger.number_call()
     b, n, inner = x.shape
     m = y.shape[2]
     x_has_units = has_units(x_units)
     y_has_units = has_units(y_units)
     if y_has_units and not x_has_units and y_units.shape[1] == 1:
-        return _pass_rows(walk, y_units.expand(b, 1, m), call)
+        return _pass_units(walk, y_units.expand(b, 1, m), call)
     if x_has_units and not y_has_units and x_units.shape[2] == 1:
-        return _pass_rows(walk, x_units.expand(b, n, 1).mT, call).mT
+        return _pass_units(walk, x_units.expand(b, n, 1).mT, call).mT
     are_summed = x_units.shape[1] == 1 and y_units.shape[2] == 1
     if x_has_units and y_has_units and are_summed:
         queries = x_units.expand(b, 1, inner)[:, 0]
@@ -198,8 +198,8 @@ def _add_pairs(walk: Walk, queries: Tensor, keys: Tensor) -> None:
         walk.ledger.add_pair(query_outputs, key_outputs)
 
 
-def _pass_rows(walk: Walk, units: Tensor, call: int) -> Tensor:
-    """Return units (b, 1, m) after an operation that is the same for the channels of each b."""
+def _pass_units(walk: Walk, units: Tensor, call: int) -> Tensor:
+    """Return the new units that units (b, 1, m) become by an operation, the same for all of a b."""
     passed = [[walk.ledger.pass_units(matrix[0], call)] for matrix in units.tolist()]
     return torch.tensor(passed).long()
 
@@ -224,13 +224,13 @@ class _Convolution:
     is_padded: bool
 
     @property
-    def unit_axes(self) -> list[int]:
+    def position_ones(self) -> list[int]:
         """A size of 1 for each axis of positions."""
         return [1] * (len(self.shape) - 2)
 
     def expand_channels(self, labels: Tensor) -> Tensor:
         """Return labels of channels (C,) on the output."""
-        return labels.view(1, -1, *self.unit_axes).expand(self.shape)
+        return labels.view(1, -1, *self.position_ones).expand(self.shape)
 
 
 @rule("convolution", "_convolution")
@@ -250,7 +250,7 @@ def follow_convolution(
         convolved = _convolve_with_parameter(walk, x, weight, channels, options)
     if bias is None:
         return convolved
-    return add_values(walk, convolved, bias.rearrange(lambda t: t.view(-1, *options.unit_axes)))
+    return add_values(walk, convolved, bias.rearrange(lambda t: t.view(-1, *options.position_ones)))
 
 
 def _convolve_with_activation(
@@ -270,7 +270,7 @@ def _convolve_with_parameter(
     walk: Walk, x: Activation, weight: ParameterCoordinates, channels: Tensor, options: _Convolution
 ) -> Activation:
     """Return the convolution with a parameter, whose output channels get new atoms."""
-    atoms = walk.scales.new_atoms(options.shape[1], walk.ledger.count_call())
+    atoms = walk.scales.new_atoms(options.shape[1], walk.ledger.number_call())
     inverse_channels = walk.scales.power(channels, -1)
     if options.is_transposed:
         row_labels = inverse_channels
@@ -284,8 +284,8 @@ def _convolve_with_parameter(
     columns = columns.flatten(0, 1)
     walk.scale_parameter(
         weight,
-        row_labels.view(-1, 1, *options.unit_axes),
-        columns.reshape(*columns.shape, *options.unit_axes),
+        row_labels.view(-1, 1, *options.position_ones),
+        columns.reshape(*columns.shape, *options.position_ones),
     )
     scale = options.expand_channels(atoms)
     units = _read_by_kernel(walk, x, weight, atoms, options)
@@ -298,7 +298,7 @@ def _convolve_with_parameter(
 def _read_by_kernel(
     walk: Walk, x: Activation, weight: ParameterCoordinates, atoms: Tensor, options: _Convolution
 ) -> Tensor | None:
-    """Record that a convolution reads its input's channels; return its own units, (C,).
+    """Record that a convolution reads its input's channels; return the units of its outputs, (C,).
 
     None for groups, which no matrix can pass, and for kernels that are views of a parameter, unless
     they have one position and are a matrix.
@@ -337,7 +337,7 @@ def follow_embedding(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, 
     if isinstance(table, Activation):
         return Activation.expand(walk.scales.merge(table.scale, [0])[0], shape)
     outputs = torch.arange(shape[-1])
-    atoms = walk.scales.new_atoms(len(outputs), walk.ledger.count_call())
+    atoms = walk.scales.new_atoms(len(outputs), walk.ledger.number_call())
     walk.scale_parameter(table, atoms)
     producer = Producer(
         Operation.EMBEDDING,

@@ -101,8 +101,8 @@ def _align_with_channels(value: Value | None, x: Activation) -> Value | None:
     """Return a vector (C,) as one that is broadcast to x, (N, C, *positions)."""
     if value is None:
         return None
-    unit_axes = [1] * (len(x.shape) - 2)
-    return value.rearrange(lambda t: t.view(-1, *unit_axes))
+    position_ones = [1] * (len(x.shape) - 2)
+    return value.rearrange(lambda t: t.view(-1, *position_ones))
 
 
 def _remove_shifts(

@@ -228,7 +228,7 @@ def multiply_by_gain(
     if count > LIMITS.atoms:
         fixed = walk.as_activation(gain, fixed=True)
         return Activation.expand(walk.scales.product(x.scale, fixed.scale), shape)
-    atoms = walk.scales.new_atoms(count, walk.ledger.count_call()).view(gain.shape)
+    atoms = walk.scales.new_atoms(count, walk.ledger.number_call()).view(gain.shape)
     if count == 1:  # one number for all entries adds its scale to theirs
         walk.scale_parameter(gain, atoms)
         return Activation.expand(walk.scales.product(x.scale.expand(shape), atoms), shape)

@@ -143,7 +143,7 @@ def follow_fill(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any])
 def _label_number(value: float) -> Activation:
     """Return a number as an activation.
 
-    Minus infinity is a mask. No finite scale moves it, so it counts as a structural zero.
+    No positive scale moves an infinity (minus infinity is a mask), so it counts as a zero.
     """
     return Activation.constant((), is_zero=value in (0, float("inf"), float("-inf")))
 
@@ -226,6 +226,7 @@ def follow_masked_fill(walk: Walk, node: Node, args: list[Any], kwargs: dict[str
 
 
 def _label_value(walk: Walk, value: Value | float) -> Activation:
+    """Return an activation, a parameter or a number as an activation."""
     if isinstance(value, Value):
         return walk.as_activation(value)
     return _label_number(value)

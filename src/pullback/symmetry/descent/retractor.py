@@ -74,16 +74,16 @@ class Schedule:
         return [(steps // self.every - 1) % turn_count]
 
 
-class Keeper:
+class Retractor:
     """Retracts the model's parameters after a step, and the tensors that move along.
 
     Args:
         model: whose parameters are scaled.
         scalings: its symmetries. Those that touch a parameter that is not optimized are left out.
-        slice_name: one of `SliceKind`, or a function of the scalings that chooses one.
+        slice_choice: one of `SliceKind`, or a function of the scalings that chooses one.
         schedule: when to retract.
-        returns_log_scales: whether `run` returns log-scales, for state that cannot follow by
-            itself.
+        returns_log_scales: whether `retract_by_sweeps` returns log-scales, for state that cannot
+            follow by itself.
 
     Attributes:
         named: the model's parameters by name.
@@ -95,7 +95,7 @@ class Keeper:
         self,
         model: nn.Module,
         scalings: Sequence[Scaling],
-        slice_name: str | Callable[[Sequence[Scaling]], str],
+        slice_choice: str | Callable[[Sequence[Scaling]], str],
         schedule: Schedule,
         *,
         returns_log_scales: bool = False,
@@ -104,7 +104,7 @@ class Keeper:
         self.optimized: set[int] = set()
         self.slice: Slice | None = None
         self._scalings = tuple(scalings)
-        self._slice_name = slice_name
+        self._slice_choice = slice_choice
         self._schedule = schedule
         self._returns_log_scales = returns_log_scales
         self._log_scales: Tensor | None = None
@@ -125,7 +125,10 @@ class Keeper:
         self.refresh()
 
     def refresh(self) -> None:
-        """Choose the scalings whose parameters are all optimized and not frozen."""
+        """Choose the scalings whose parameters are all optimized and not frozen.
+
+        Nothing happens where the same parameters are frozen as before.
+        """
         trainable = tuple(p.requires_grad for p in self._scaled)
         if trainable == self._trainable:
             return
@@ -137,7 +140,7 @@ class Keeper:
         usable = self._find_usable_scalings()
         if not usable:
             return
-        slice_name = self._slice_name
+        slice_name = self._slice_choice
         if not isinstance(slice_name, str):
             slice_name = slice_name(usable)
         self.slice = make_slice(slice_name, usable, self.named)
@@ -202,8 +205,8 @@ class Keeper:
             "make them all alike: every=1, sweeps=1",
         )
 
-    def run(self, steps: int, followers: Followers) -> Tensor | None:
-        """Retract by sweeps after a step with this number; return the log-scales (U,) if asked."""
+    def retract_by_sweeps(self, steps: int, followers: Followers) -> Tensor | None:
+        """Retract after a step with this number, in part; return the log-scales (U,) if asked."""
         sweep = self._sweep
         if sweep is None or self.slice is None:
             return None
