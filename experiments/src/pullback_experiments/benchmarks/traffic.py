@@ -106,10 +106,10 @@ def count(
     for key in keys:
         state.states.change(key, shape_of)
         state.states.blocks[key].is_ready = True
-    replicas.place(state.states, state.averages, {*keys})
+    replicas.assign_owners(state.states, state.averages, {*keys})
     replicas._send(state.states, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
-    replicas.complete(state.states, gradients, [], gradients)
+    replicas.gather_directions(state.states, gradients, [], gradients)
     steps = {"inverses": opt.invert_every, "directions": 1}
     by_purpose = {what: traffic.bytes / steps[what] for what, traffic in paper.traffic().items()}
     calls += sum(traffic.calls / steps[what] for what, traffic in paper.traffic().items())

@@ -119,13 +119,13 @@ class Assignment:
         self.elementwise = [name for name in self._shapes if name not in measured]
 
     def _can_follow(self, name: str) -> bool:
-        """Whether a parameter follows the rule, or may do so for all that is known."""
+        """Return True if a parameter follows the rule, or if nothing known rules that out."""
         if self.rule.is_elementwise or name in self.left_out:
             return False
         role = self.roles.get(name)
         if role is None or self.has_one_rule or self.rule.accepts(role.role):
             return True
-        # what is done with it in another pass may show that it is a matrix
+        # another pass may use it in a layer, and so show that it is a matrix
         return role.role is Role.VECTOR and not role.is_used and self.can_be_matrix(name)
 
     def can_be_matrix(self, name: str) -> bool:
@@ -194,15 +194,21 @@ class Assignment:
         return ()
 
 
-def entries_of(name: str, p: Any) -> tuple[BlockKey, BlockShape]:
-    """Return the block of a parameter's entries, or of those that this process has."""
+def make_entries_shape(p: Any) -> BlockShape:
+    """Return the shape of the block of a parameter's entries, or of those that this process has."""
     piece = p
     if is_sharded(p):
         piece = get_local_piece(p)
     dtype = compute_dtype(p.dtype)
     size = (1, piece.numel())
-    shape = BlockShape(BlockKind.ENTRIES, size, False, False, dtype, torch.device(p.device))
-    return BlockKey(BlockKind.ENTRIES, (name,)), shape
+    return BlockShape(
+        kind=BlockKind.ENTRIES,
+        size=size,
+        dense_rows=False,
+        dense_columns=False,
+        dtype=dtype,
+        device=torch.device(p.device),
+    )
 
 
 def _is_weight(key: BlockKey, factors: Factors) -> bool:

@@ -34,6 +34,7 @@ from ..._core.shards import gather_whole, get_local_piece, is_sharded, shard_lik
 from ..._core.space import compute_dtype
 from ...grams.kronecker.packed_matrix import FactorMatrix, from_entries, get_entries
 from .factors.block import BlockKey, BlockKind, FactorKey, Factors, block_shape
+from .replicas import placeholder
 from .schedule import COUNTS
 from .stacks import Block, Tensors
 from .state import KFACState
@@ -123,7 +124,7 @@ def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Te
     """Fill an empty state with what `publish` wrote, by name.
 
     Blocks are reserved first, so that every process takes up the tensors that it is to hold. Where
-    only the table was read from a checkpoint, blocks stay shown, and another load fills them.
+    only the table was read from a checkpoint, blocks stay reserved, and another load fills them.
     """
     try:
         _restore(state, saved, params)
@@ -146,7 +147,7 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
         if not state.awaits_load:
             layout = _list_layouts(saved[name]["average"])
         _reserve_block(state, row.key, layout, params)
-    state.replicas.place(state.states, state.averages, state.averages.keys())
+    state.replicas.assign_owners(state.states, state.averages, state.averages.keys())
     if not state.awaits_load:
         _fill_blocks(state, saved, params)
     numbers = next(iter(saved.values()))["schedule"]
@@ -172,10 +173,6 @@ def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], param
 
 def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _placeholder(t: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
 
 
 def _read_factors(
@@ -265,7 +262,7 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
         t = gather_whole(t)
         if is_held:
             return t.to(p.device, copy=True)
-        return _placeholder(t, p.device)
+        return placeholder(t, p.device)
 
     average = state.averages[key]
     read_factor = partial(read, state.replicas.keeps_average(key))
@@ -284,7 +281,7 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
     entries = get_entries(next(iter(average.value.values())))
     block.shape = replace(block.shape, dtype=entries.dtype, device=entries.device)
     block.is_ready = bool(_as_number(saved["state"]["ready"]))
-    state.states.restack()
+    state.states.invalidate_stacks()
     block.born = int(_as_number(saved["state"]["born"]))
     state.reserved.discard(key)
     if bool(mass > 0):

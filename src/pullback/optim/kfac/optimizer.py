@@ -191,7 +191,7 @@ class KFAC(Optimizer):
         if is_sharded_model:
             options.refuse_shards(self._options)
         super().__init__(chosen, self._options.group_defaults)
-        self._replicas.meet(
+        self._replicas.synchronize(
             self._params, self._options.common, self.param_groups, self._schedule.numbers
         )
 
@@ -471,7 +471,7 @@ class KFAC(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._assignment.roles |= fresh.assignment.roles
         fresh.assignment = self._assignment
-        fresh.inherit(self._curvature, saved)
+        fresh.take_over_from(self._curvature, saved)
         self._curvature = fresh
         self._assign()
         for name, state in saved.items():
@@ -933,7 +933,7 @@ class KFAC(Optimizer):
                 self._step_memory = step_memory
                 self._make_buffers()
             if before is not None:
-                before.inherit(curvature, self._params.by_name)
+                before.take_over_from(curvature, self._params.by_name)
                 self._curvature = before
             self._publish()
             self._capture.structure.bases = self._curvature.bases

@@ -1,10 +1,10 @@
 """The processes that train one model together.
 
-They meet at two places: `sum_statistics` makes the statistics of a step those of the joined batch,
-and `refresh` lets the owner of a block refresh its state, which the others receive. Beside these,
-gradients are averaged where no wrapper does it, directions are sent where few processes hold a
-state, and `state_dict` brings together what is held in parts. With one process all of it does
-nothing. No other file of K-FAC asks whether there are several.
+They exchange data at two places: `sum_statistics` makes the statistics of a step those of the
+joined batch, and `refresh` lets the owner of a block refresh its state, which the others receive.
+Beside these, gradients are averaged where no wrapper does it, directions are sent where few
+processes hold a state, and `state_dict` brings together what is held in parts. With one process all
+of it does nothing. No other file of K-FAC asks whether there are several.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from .statistics.sums import (
 BlockAverages = Sequence[tuple[BlockKey, Average]]
 
 
-def placeholder(t: Tensor) -> Tensor:
-    """Return zeros of this shape that take no memory."""
-    return torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)
+def placeholder(t: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return zeros of this shape and dtype that take no memory, by default on the same device."""
+    return torch.zeros((), dtype=t.dtype, device=device or t.device).expand(t.shape)
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class Replicas:
         if not self.is_single:
             raise PullbackError(what, why, remedy)
 
-    def meet(
+    def synchronize(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
     ) -> None:
-        """Raise where processes differ in model or options; copy the first one's parameters."""
+        """Raise where processes differ in model or options, and copy the first one's parameters."""
         if self.is_single:
             return
         shapes = {n: (tuple(p.shape), p.dtype) for n, p in params.by_name.items()}
-        rates = _collect_rates(params, groups, schedule)
+        rates = _collect_options(params, groups, schedule)
         options = {**options, "workers": self.placement.workers}
         self.processes.require_same("their model", shapes, "Build the same model in every process")
         self.processes.require_same(
@@ -275,7 +275,8 @@ class Replicas:
     ) -> None:
         """Wait for the sums that were sent ahead, or send and sum anew if they are out of date."""
         if sent is not None and agreement.is_current and not agreement.is_fresh:
-            self._overlap_group = None  # each of several passes was sent
+            # a step has several passes: the sums that were sent ahead lack the later ones
+            self._overlap_group = None
         if sent is None or not agreement.is_fresh or layouts != self._layouts:
             sent = self._start_sums(pool, layouts, params, self.processes)
         if self._layouts is None and self._overlaps:
@@ -316,7 +317,7 @@ class Replicas:
         Raise on all where replicas would drift apart, in rates, gradients or parameters.
         """
         processes = self.processes
-        rates = _collect_rates(params, groups, schedule)
+        rates = _collect_options(params, groups, schedule)
         bits = (checksum([*gradients.values()]), params.checksum(groups))
         are_equal, common = processes.compare([facts, rates, [*gradients]], flags, bits)
         have_same_facts, *have_same_replicas = are_equal
@@ -415,8 +416,8 @@ class Replicas:
 
     # --- on the way out: states -------------------------------------------------------------------
 
-    def place(self, states: BlockStates, averages: Averages, keys: Set[BlockKey]) -> None:
-        """Give each of these blocks that has none an owner, and release what others hold."""
+    def assign_owners(self, states: BlockStates, averages: Averages, keys: Set[BlockKey]) -> None:
+        """Choose an owner for each of these blocks that has none, and release what others hold."""
         if self.is_single:
             return
         costs: dict[BlockKey, tuple[Any, float]] = {}
@@ -465,11 +466,11 @@ class Replicas:
         block.note = outcome.note
         if outcome.is_ready and not block.is_ready:
             block.is_ready = True
-            states.restack()
+            states.invalidate_stacks()
         if outcome.tensors != _describe_tensors(block.state):
             is_held = self.placement.holds(key)
             block.state = _make_room(block.state, outcome.tensors, is_held=is_held)
-            states.restack()
+            states.invalidate_stacks()
 
     def _send(self, states: BlockStates, keys: Sequence[BlockKey]) -> None:
         """Send what the owners of these blocks have refreshed to the other members of their teams.
@@ -496,16 +497,17 @@ class Replicas:
         for tensor, packed in mirrored:
             tensor.copy_(packed.unpack())
 
-    def complete(
+    def gather_directions(
         self,
         states: BlockStates,
         directions: dict[str, Tensor],
         stacked: list[Tensor],
         gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the directions of this team's blocks together with those that other teams send.
+        """Return `directions` and `stacked` with those of the blocks that other teams hold.
 
-        `stacked` are few tensors that hold all directions.
+        `directions` are those of this team's blocks, by name, and `stacked` the few tensors that
+        hold them. All processes call it.
         """
         if self.is_single or not self.placement.has_several_teams:
             return directions, stacked
@@ -597,10 +599,13 @@ def _describe_norms_and_checksums(tensors: Tensors) -> dict[str, str]:
     return words
 
 
-def _collect_rates(
+def _collect_options(
     params: ModelParameters, groups: Groups, schedule: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options of param groups and the schedule's numbers by a name, but no tensors."""
+    """Return options of param groups and the schedule's numbers, by what an error calls them.
+
+    Tensors are left out: comparing them would wait for the device.
+    """
     rates: dict[str, Any] = {}
     for i, group in enumerate(groups):
         options = {n: v for n, v in group.items() if not isinstance(v, Tensor)}

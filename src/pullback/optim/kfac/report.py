@@ -290,7 +290,8 @@ def assemble_gram(state: KFACState, params: Tensors) -> Kronecker:
     index: list[Tensor] = []
     blocks: list[GramBlock] = []
     for key in keys:
-        block, averages = state.get_block_and_averages(key, state.averages[key])
+        block = state.states.blocks[key]
+        averages = state.make_factor_averages(key, state.averages[key])
         positions = [_number_entries(offsets[n], params[n]) for n in key.names]
         index.append(to_block(key, positions, block.shape.size).flatten())
         blocks.append(block.rule.gram(averages, block.state))

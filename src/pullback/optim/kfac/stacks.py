@@ -104,7 +104,7 @@ class BlockStates:
         #: where a rule asks for one
         self._graph: DirectionGraph | None = None
         self.is_stacked = False
-        #: found once for many steps, until `restack`
+        #: found once for many steps, until `invalidate_stacks`
         self._ready: set[BlockKey] | None = None
         self._entry_names: set[str] | None = None
 
@@ -140,29 +140,29 @@ class BlockStates:
         is_ready = rule.reads is Statistics.NONE
         block = Block(key, rule, shape, rule.make_state(shape), is_ready=is_ready, born=born)
         self.blocks[key] = block
-        self.restack()
+        self.invalidate_stacks()
         return block
 
     def drop(self, key: BlockKey) -> None:
         """Forget a block."""
         self.blocks.pop(key, None)
-        self.restack()
+        self.invalidate_stacks()
 
     def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
         """Replace all tensors of a block's state."""
         block = self.blocks[key]
         block.state = block.state.map(change)
-        self.restack()
+        self.invalidate_stacks()
 
     def convert(self, key: BlockKey, template: Tensor) -> None:
         """Bring a block's state, with all that is in it, to the template's device and dtype."""
         block = self.blocks[key]
         block.shape = replace(block.shape, dtype=template.dtype, device=template.device)
         block.state = block.rule.convert(block.state, block.shape)
-        self.restack()
+        self.invalidate_stacks()
 
-    def restack(self) -> None:
-        """Build stacks again when they are next needed: blocks or their states have changed."""
+    def invalidate_stacks(self) -> None:
+        """Forget the stacks, whose blocks or states have changed; `stack` builds them again."""
         self._batches = []
         self._graph = None
         self.is_stacked = False
@@ -171,19 +171,21 @@ class BlockStates:
 
     # --- refresh ----------------------------------------------------------------------------------
 
-    def select_affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return the blocks that one step refreshes: not all first refreshes may be affordable.
+    def limit_first_refreshes(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks without those whose first refresh has to wait for a later step.
 
-        Small blocks are first. Parameters whose block has to wait follow the rule for others.
+        A first refresh may take an `eigh` of each factor: `Rule.first_entries` bounds how many
+        entries one step refreshes for the first time. Small blocks are first, and one block is
+        refreshed however large it is. Parameters whose block waits follow the rule for others.
         """
-        new = [k for k in keys if self._is_limited(k)]
+        new = [k for k in keys if self._has_limited_first_refresh(k)]
         new.sort(key=lambda key: self.blocks[key].entries)
         totals = accumulate(self.blocks[key].entries for key in new)
         fitting = [total <= (self.blocks[new[0]].rule.first_entries or 0) for total in totals]
         waiting = {*new[max(1, sum(fitting)) :]}
         return [k for k in keys if k not in waiting]
 
-    def _is_limited(self, key: BlockKey) -> bool:
+    def _has_limited_first_refresh(self, key: BlockKey) -> bool:
         block = self.blocks[key]
         return not block.is_ready and key.is_kronecker and block.rule.first_entries is not None
 
@@ -252,7 +254,7 @@ class BlockStates:
         checks = [StateCheck(stack.rule, stack.state) for stack in stacks]
         reports = stacks[0].rule.refresh_stacks(averages, [stack.state for stack in stacks])
         for stack, check, report in zip(stacks, checks, reports, strict=True):
-            check.refuse_lost_refresh(sum(block.shape.size[0] for block in stack.blocks))
+            check.refuse_undeclared_changes(sum(block.shape.size[0] for block in stack.blocks))
             start = 0
             for block in stack.blocks:
                 stop = start + block.shape.size[0]
@@ -278,17 +280,16 @@ class BlockStates:
         new = _copy_refreshed(state, indices, block.state)
         if new or not block.is_ready:
             block.state = replace(block.state, **new)
-            self.restack()
+            self.invalidate_stacks()
         block.is_ready = True
 
-    def get_block_and_averages(
+    def make_factor_averages(
         self, key: BlockKey, average: Average, damping: float, references: Any
-    ) -> Any:
-        """Return a block's rule and state with its averages."""
-        block = self.blocks[key]
+    ) -> FactorAverages:
+        """Return a block's average in the form in which its rule reads it."""
         gram, mass = undivided_gram(key, average)
         reference, _ = find_reference(key, average, references)
-        return block, FactorAverages(gram, mass, damping, not block.is_ready, reference)
+        return FactorAverages(gram, mass, damping, not self.blocks[key].is_ready, reference)
 
     # --- directions -------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ def find_directions(
     joined = [stack.join_gradients(gradients) for stack in stacks]
     directions = rule.directions(joined, [stack.state for stack in stacks], step)
     for stack in stacks:
-        stack.refuse_lost_direction()
+        stack.check_first_direction()
     for tensor, copy in copies:
         tensor.copy_(copy)
     for direction, gradient in zip(directions, joined, strict=True):
@@ -405,9 +406,14 @@ def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dic
 
 
 def find_reference(key: BlockKey, average: Average, references: Any) -> tuple[Any, str]:
-    """Return the long-run averages of a block where the damping reads them, and what to note.
+    """Return the long-run averages of a block where the damping reads them, and a note or "".
 
-    `references` is None where it does not, else those that the user has given, perhaps none.
+    Without those of the user it is the mean of all statistics so far.
+
+    Args:
+        key: of the block.
+        average: of the block.
+        references: None where the damping reads none, else what the user has given, perhaps {}.
     """
     if references is None:
         return None, ""
@@ -492,15 +498,15 @@ class Stack:
             direction = self.rule.direction(gradient, self.state, step)
             _check_direction(self.rule, direction, gradient)
             pieces = [direction]
-        self.refuse_lost_direction()
+        self.check_first_direction()
         for tensor, copy in before:
             tensor.copy_(copy)
         return pieces
 
-    def refuse_lost_direction(self) -> None:
-        """Raise after the first direction if the rule lost it, as `StateCheck` says."""
+    def check_first_direction(self) -> None:
+        """Raise after the first direction if the rule replaced a tensor of its state."""
         if self._check is not None:
-            self._check.refuse_lost_direction()
+            self._check.refuse_replaced_tensors()
             self._check = None
 
     def copy_idle_states(self, gradients: Tensors) -> list[tuple[Tensor, Tensor]]:

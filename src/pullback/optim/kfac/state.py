@@ -12,12 +12,13 @@ from torch import Tensor
 from ..._core.flags import Guard, are_finite_in_place
 from ..._core.shards import ModelParameters, get_local_piece
 from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
-from .assignment import Assignment, entries_of
+from .assignment import Assignment, make_entries_shape
 from .factors.averages import Average, ema_update
 from .factors.block import (
     SPECTRUM,
     Bases,
     BlockKey,
+    BlockKind,
     FactorKey,
     Factors,
     from_block,
@@ -25,9 +26,9 @@ from .factors.block import (
 )
 from .factors.damping import refuse_reference
 from .replicas import Replicas, placeholder
-from .rules import Rule, StepContext
+from .rules import FactorAverages, Rule, StepContext
 from .schedule import Schedule
-from .stacks import Block, BlockStates, Tensors
+from .stacks import BlockStates, Tensors
 
 #: weights of the past below it would keep the round-off of what is forgotten
 _LEAST_EMA = 0.5
@@ -59,7 +60,7 @@ class KFACState:
     #: whether all blocks are known from the table of a checkpoint alone, until a load fills them
     awaits_load: bool = False
     #: device and dtype of the model's parameters at the last step
-    memories: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
+    devices_and_dtypes: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
 
     @property
     def rule(self) -> Rule:
@@ -91,10 +92,10 @@ class KFACState:
 
     def allocate_entries(self, name: str, p: Tensor) -> BlockKey:
         """Make room for a parameter that follows the rule for others."""
-        key, shape = entries_of(name, p)
+        key = BlockKey(BlockKind.ENTRIES, (name,))
         others = self.assignment.others
         assert others is not None
-        self.states.allocate(key, others, shape, self.schedule.step)
+        self.states.allocate(key, others, make_entries_shape(p), self.schedule.step)
         return key
 
     def reserve_block(self, key: BlockKey, factors: Factors) -> None:
@@ -134,10 +135,10 @@ class KFACState:
 
     def move_to_parameters(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
-        memories = [(p.device, p.dtype) for p in params.values()]
-        if memories == self.memories:
+        devices_and_dtypes = [(p.device, p.dtype) for p in params.values()]
+        if devices_and_dtypes == self.devices_and_dtypes:
             return
-        self.memories = memories
+        self.devices_and_dtypes = devices_and_dtypes
         self._move_entries(params)
         for key in self.measured_keys:
             mass = self.averages[key].mass
@@ -151,7 +152,7 @@ class KFACState:
         for key, block in list(self.states.blocks.items()):
             if not block.rule.is_elementwise:
                 continue
-            _, shape = entries_of(key.names[0], params[key.names[0]])
+            shape = make_entries_shape(params[key.names[0]])
             if (shape.dtype, shape.device) != (block.shape.dtype, block.shape.device):
                 self.states.convert(key, torch.empty(0, dtype=shape.dtype, device=shape.device))
 
@@ -177,11 +178,14 @@ class KFACState:
                 dropped.update(key.names)
         return dropped
 
-    def inherit(self, old: KFACState, saved: Container[str]) -> None:
-        """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
+    def take_over_from(self, old: KFACState, saved: Container[str]) -> None:
+        """Take the place of `old`, with its schedule's dict, which the optimizer's state holds.
+
+        Blocks of `old` whose parameters were not `saved`, since they were frozen, are reserved.
+        """
         for key, average in old.averages.items():
             if not any(n in saved for n in key.names) and key not in self.averages:
-                self.reserve_block(key, average.value)  # they were frozen when it was saved
+                self.reserve_block(key, average.value)
         old.schedule.numbers.update(self.schedule.numbers)  # the dict itself is shared
         self.schedule = old.schedule
         self.replicas.forget_sums()
@@ -201,7 +205,9 @@ class KFACState:
         if self.rule.damping is not None:
             refuse_reference(self.rule.damping, means)
         if not guard.is_deferred and self.make_room(means):
-            self.replicas.place(self.states, self.averages, self.averages.keys() - self.reserved)
+            self.replicas.assign_owners(
+                self.states, self.averages, self.averages.keys() - self.reserved
+            )
         spectra = {k: factors.pop(SPECTRUM) for k, factors in means.items() if SPECTRUM in factors}
         pairs: list[tuple[Average, Factors]] = []
         for key, factors in means.items():
@@ -232,9 +238,9 @@ class KFACState:
         self.schedule.should_refresh_again = False
         if not keys:
             return False
-        affordable = self.states.select_affordable(sorted(keys, key=lambda key: key.names))
+        refreshed = self.states.limit_first_refreshes(sorted(keys, key=lambda key: key.names))
         self.replicas.refresh(
-            self.states, self.averages, affordable, self.schedule.damping, self.references
+            self.states, self.averages, refreshed, self.schedule.damping, self.references
         )
         return True
 
@@ -269,7 +275,9 @@ class KFACState:
         directions, stacked = self.states.directions(
             gradients, groups, group_numbers, step, is_void
         )
-        directions, stacked = self.replicas.complete(self.states, directions, stacked, gradients)
+        directions, stacked = self.replicas.gather_directions(
+            self.states, directions, stacked, gradients
+        )
         directions = {n: directions[n] for n in gradients if n in directions}
         not_ready = _keys_by_name(self.measured_keys - self.states.ready)
         for name, gradient in gradients.items():
@@ -290,7 +298,7 @@ class KFACState:
         """Return the first direction of the rule for others, whose state is not kept."""
         others = self.assignment.others
         assert others is not None
-        _, shape = entries_of("", gradient)
+        shape = make_entries_shape(gradient)
         flat = gradient.reshape(1, -1).to(shape.dtype)
         return others.direction(flat, others.init(shape), step).view(gradient.shape)
 
@@ -340,7 +348,8 @@ class KFACState:
         self, key: BlockKey, average: Average, move: Tensors, templates: Tensors, *, damped: bool
     ) -> dict[str, Tensor]:
         """Return ⟨x, Fx⟩ of one block, parameter by parameter."""
-        block, rule_averages = self.get_block_and_averages(key, average)
+        block = self.states.blocks[key]
+        factor_averages = self.make_factor_averages(key, average)
         dtype = average.mass.dtype
         pieces: list[Tensor] = []
         for name in key.names:
@@ -350,17 +359,17 @@ class KFACState:
                 pieces.append(torch.zeros_like(templates[name], dtype=dtype))
         v = to_block(key, pieces, block.shape.size)
         if damped:
-            gram = block.rule.damped_gram(rule_averages, block.state)
+            gram = block.rule.damped_gram(factor_averages, block.state)
         else:
-            gram = block.rule.gram(rule_averages, block.state)
+            gram = block.rule.gram(factor_averages, block.state)
         product = v * gram.matvec(v)
         shapes = [templates[n] for n in key.names]
         products = from_block(key, product, shapes, block.shape.size)
         return {n: t.sum() for n, t in zip(key.names, products, strict=True)}
 
-    def get_block_and_averages(self, key: BlockKey, average: Average) -> tuple[Block, Any]:
-        """Return a block, and its averages as its rule sees them."""
-        return self.states.get_block_and_averages(
+    def make_factor_averages(self, key: BlockKey, average: Average) -> FactorAverages:
+        """Return a block's average in the form in which its rule reads it."""
+        return self.states.make_factor_averages(
             key, average, self.schedule.damping, self.references
         )
 

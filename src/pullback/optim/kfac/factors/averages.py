@@ -67,7 +67,7 @@ class Average:
 
     def normalize(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
-        return {f: _divide_by_mass(unpack(t), self.mass) for f, t in self.value.items()}
+        return {f: divide_by_mass(unpack(t), self.mass) for f, t in self.value.items()}
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -87,11 +87,11 @@ class Average:
         return [*map(get_entries, self.value.values()), *map(get_entries, self.mean.values())]
 
 
-def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
-    """Divide a side (G, ...) by a number, or by one per group."""
+def divide_by_mass(factor: Tensor, mass: Tensor) -> Tensor:
+    """Return a factor (G, ...) divided by a number, or by one per group."""
     if mass.ndim:
-        mass = mass.view(-1, *[1] * (side.ndim - 1))
-    return side / mass
+        mass = mass.view(-1, *[1] * (factor.ndim - 1))
+    return factor / mass
 
 
 def stack_averages(averages: Sequence[Average]) -> Average:
@@ -112,10 +112,10 @@ def stack_averages(averages: Sequence[Average]) -> Average:
 def ema_update(
     pairs: Iterable[tuple[Average, Factors]], ema: float, is_void: Tensor | None = None
 ) -> None:
-    """Set value ← ema·value + (1 − ema)·new for all blocks at once, and mass towards 1.
+    """Set value ← ema·value + (1 − ema)·new and mass ← ema·mass + (1 − ema) for all blocks at once.
 
-    Where the float32 flag `is_void` on the device is 1, nothing changes. Without factors the mass
-    alone does: another process has them.
+    Where the float32 flag `is_void` on the device is 1, nothing changes. An average that another
+    process holds comes without factors: then its mass alone is updated.
     """
     # one kernel serves one device and dtype
     by_memory: dict[object, tuple[list[Tensor], list[Tensor]]] = {}

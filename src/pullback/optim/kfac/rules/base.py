@@ -24,6 +24,7 @@ from ....maps.layers.moments import Sharing
 from ....maps.roles import Role
 from ....metrics import Metric
 from ...checks import metric_of
+from ..factors.averages import divide_by_mass
 from ..factors.block import BlockKind
 from ..factors.damping import Damping
 
@@ -203,12 +204,12 @@ class FactorAverages:
     def normalize(self) -> Any:
         """Return the averages over their mass: `Pair`, `InputFactor` or `Units`, as `gram` is."""
         if isinstance(self.gram, Units):
-            return Units(_divide_by_mass(self.gram.matrices, self.mass))
+            return Units(divide_by_mass(self.gram.matrices, self.mass))
         if isinstance(self.gram, InputFactor):
-            return InputFactor(_divide_by_mass(self.gram.input_factor, self.mass))
+            return InputFactor(divide_by_mass(self.gram.input_factor, self.mass))
         return Pair(
-            _divide_by_mass(self.gram.output_factor, self.mass),
-            _divide_by_mass(self.gram.input_factor, self.mass),
+            divide_by_mass(self.gram.output_factor, self.mass),
+            divide_by_mass(self.gram.input_factor, self.mass),
         )
 
     def select(self, i: int) -> FactorAverages:
@@ -222,13 +223,6 @@ class FactorAverages:
             mass=mass,
             reference=_select_block(self.reference, i),
         )
-
-
-def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
-    """Divide a side (B, ...) by a number, or by one for each block."""
-    if mass.ndim:
-        mass = mass.view(-1, *[1] * (side.ndim - 1))
-    return side / mass
 
 
 def _select_block(gram: Any, i: int) -> Any:
@@ -277,7 +271,7 @@ class StepContext:
         lerp_unless(self.is_void, [moment], [new], weight)
 
     def average_all(self, moments: list[Tensor], news: list[Tensor], weight: float) -> None:
-        """Do `average` for several moments of one dtype and device."""
+        """Set several moments as `average` does, by one kernel; they share dtype and device."""
         lerp_unless(self.is_void, moments, news, weight)
 
     def add_one(self, counts: Tensor) -> None:
@@ -505,9 +499,10 @@ def _is_hashable(value: Any) -> bool:
 class StateCheck:
     """What a state holds before a rule's method is called, to refuse changes that would be lost.
 
-    The state that `refresh` and `direction` get is a stack of the blocks' states. After a refresh
-    the `REFRESHED` tensors are copied to the blocks, and sent to other processes. Between
-    refreshes the blocks' tensors are views of the stack's: what is written into them is kept.
+    It finds mistakes in rules that users write. The state that `refresh` and `direction` get is a
+    stack of the blocks' states. After a refresh the `REFRESHED` tensors are copied to the blocks,
+    and sent to other processes. Between refreshes the blocks' tensors are views of the stack's:
+    what is written into them is kept.
     """
 
     def __init__(self, rule: Rule, state: RuleState) -> None:
@@ -516,8 +511,8 @@ class StateCheck:
         self._values = dict(vars(state))
         self._versions = {name: t._version for name, t in state.tensors().items()}
 
-    def refuse_lost_refresh(self, blocks: int) -> None:
-        """Raise where a refresh changed a tensor that is not declared, or left blocks out."""
+    def refuse_undeclared_changes(self, blocks: int) -> None:
+        """Raise where `refresh` changed a tensor that is not `REFRESHED`, or left blocks out."""
         refreshed = self._state.refreshed_names()
         for name, value in vars(self._state).items():
             if name in refreshed:
@@ -527,8 +522,8 @@ class StateCheck:
                 remedy = f"Declare {name}: Tensor = field(metadata=REFRESHED)"
                 raise _make_class_error(self._rule, why, remedy)
 
-    def refuse_lost_direction(self) -> None:
-        """Raise where a direction has put another value in the place of a tensor."""
+    def refuse_replaced_tensors(self) -> None:
+        """Raise where `direction` put another tensor in the place of one of the state's."""
         for name in vars(self._state):
             if self._is_replaced(name):
                 why = f"direction replaced {name} of the state"
