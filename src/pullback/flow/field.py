@@ -20,7 +20,7 @@ from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient
 from ..optim.checks import refuse_metric_of_objective
-from ..optim.closure import loss_of
+from ..optim.closure import read_loss
 from ..optim.outputs import as_outputs
 from ..solvers import Solution
 
@@ -205,7 +205,7 @@ class VectorField:
         hook = self.module.register_forward_hook(self._keep_output)
         try:
             loss = self._closure()
-            self._loss = loss_of(loss)
+            self._loss = read_loss(loss)
             has_no_gradients = all(p.grad is None for p in self.params.values())
             if has_no_gradients and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()

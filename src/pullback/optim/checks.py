@@ -135,11 +135,11 @@ def refuse_inference(why: str, called: str = "step()") -> None:
         )
 
 
-def metric_of(
+def choose_metric(
     likelihood: Likelihood | Callable[..., Tensor] | None,
     metric: Metric | Callable[[Tensor], Tensor] | None,
 ) -> Metric:
-    """Return the metric that was given, by default that of ½‖·‖²."""
+    """Return the Fisher metric of a likelihood, or the metric, by default that of ½‖·‖²."""
     if likelihood is None:
         return as_metric(Euclidean() if metric is None else metric)
     if metric is not None:
@@ -211,7 +211,7 @@ def refuse_sparse(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def dense_gradients(
+def collect_gradients(
     groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
     """Return the gradients of the groups' parameters, by name, of those that have one.
@@ -247,7 +247,7 @@ def dense_gradients(
     return gradients
 
 
-def own_group(
+def prepare_param_group(
     param_group: dict[str, Any],
     model: nn.Module,
     names: Mapping[int, str],

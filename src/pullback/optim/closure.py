@@ -43,8 +43,8 @@ class ClosureWarning(Enum):
     UNMEASURED_PARAMETERS = auto()
 
 
-def loss_of(returned: object) -> float:
-    """What a closure returned, as a number."""
+def read_loss(returned: object) -> float:
+    """Return the loss that a closure returned as a number; raise if it is none."""
     if not isinstance(returned, (Tensor, float, int)):
         raise PullbackError(
             "The closure did not return the loss",
@@ -101,7 +101,7 @@ class ReplayedCall:
     is_counted: Tensor | None
 
     def count_samples(self, metric: Metric) -> float:
-        """How many samples a mean over this call counts."""
+        """Return how many samples a mean over this call counts."""
         samples = metric.samples(self.linearization.value)
         if self.is_counted is None:
             return float(samples)
@@ -117,7 +117,8 @@ class ClosureProblem(StepProblem):
         closure: as `torch.optim.LBFGS` takes it.
         outputs: what the metric measures.
         memory: shared by the problems of one optimizer.
-        coupled: whether the outputs of a sample may depend on other samples.
+        mixes_samples: whether the model may mix the samples of a batch, as a batch norm does;
+            otherwise such a model is refused.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class ClosureProblem(StepProblem):
         outputs: Outputs,
         memory: ClosureMemory,
         *,
-        coupled: bool = False,
+        mixes_samples: bool = False,
     ) -> None:
         super().__init__(params)
         self.model = unwrap_model(model)
@@ -136,7 +137,7 @@ class ClosureProblem(StepProblem):
         self._closure = closure
         self._outputs = outputs
         self._memory = memory
-        self._coupled = coupled
+        self._mixes_samples = mixes_samples
         self._calls: list[Call] = []
         self._with_cotangents: list[tuple[Linearization, Tensor]] = []
         self._pulled_gradient: Tensor | None = None
@@ -158,19 +159,19 @@ class ClosureProblem(StepProblem):
         self._calls = capture.calls
         self._inspect(capture)
         self._after = Snapshot(self._wrapped_model, device)
-        self.loss = self._average([loss])[0]
+        self.loss = self._average_over_processes([loss])[0]
         self.gradient = self._flatten_gradients()
         return self.find_fault()
 
     def _run(self) -> float:
-        return loss_of(self._closure())
+        return read_loss(self._closure())
 
-    def _average(self, losses: list[float]) -> list[float]:
-        """The means over processes of what their closures returned."""
+    def _average_over_processes(self, losses: list[float]) -> list[float]:
+        """Return losses averaged over processes; alone, as they are."""
         return losses
 
     def _flatten_gradients(self) -> Tensor:
-        """∇L as one vector."""
+        """Return ∇L as one vector."""
         return self.space.flatten({name: p.grad for name, p in self.params.items()})
 
     def _inspect(self, capture: Capture) -> None:
@@ -232,14 +233,14 @@ class ClosureProblem(StepProblem):
         return row_blocks, self._join_whites(whites)
 
     def _select_calls(self, batch: Any) -> list[Call]:
-        """The recorded calls, or one call with other inputs."""
+        """Return the recorded calls; a call with other inputs where the metric has some."""
         if batch is None:
             return self._calls
         call = as_call(batch)
         return [replace(call, random=call.random or RandomState(self.space.device))]
 
     def _replay(self, calls: Sequence[Call], metric: Metric) -> list[ReplayedCall]:
-        """The calls replayed, which of their samples count, and ∂L/∂z at their outputs."""
+        """Return the calls replayed, with ∂L/∂z at their outputs and which samples count."""
         assert self.model is not None
         layers = self._memory.find_layers(self.model)
         replayed = []
@@ -249,7 +250,7 @@ class ClosureProblem(StepProblem):
                 call,
                 output=self._outputs.select,
                 batch_dim=self._outputs.batch_dim,
-                coupled=self._coupled,
+                coupled=self._mixes_samples,
                 plans=self._memory.plans,
                 layers=layers,
             )
@@ -268,7 +269,7 @@ class ClosureProblem(StepProblem):
         return replayed
 
     def _scale_cotangent(self, cotangent: Tensor) -> Tensor:
-        """∂L/∂z of the mean over processes."""
+        """Return ∂L/∂z for the L that is averaged over processes; alone, as it is."""
         return cotangent
 
     def _check_metric(
@@ -287,20 +288,20 @@ class ClosureProblem(StepProblem):
             warn_missing_batch_axis(call.output, call.tensors, stacklevel)
 
     def _weigh_sample(self, replayed: Sequence[ReplayedCall], metric: Metric) -> float:
-        """The weight of one sample in the metric: 1, or 1 over all samples for a mean."""
+        """Return the weight of one sample in the metric: 1, or 1 over all samples for a mean."""
         if self._outputs.reduction == "sum":
             return 1.0
-        samples = self._count_all(sum(each.count_samples(metric) for each in replayed))
+        samples = self._sum_over_processes(sum(each.count_samples(metric) for each in replayed))
         return 1 / max(samples, 1.0)
 
-    def _count_all(self, samples: float) -> float:
-        """The samples of all processes."""
+    def _sum_over_processes(self, samples: float) -> float:
+        """Return the number of samples of all processes; alone, the number given."""
         return samples
 
     def _measure(
         self, replayed: Sequence[ReplayedCall], metric: Metric, weight: float
     ) -> tuple[list[RowBlock], list[Tensor | None]]:
-        """The rows of each call, and r where it is representable."""
+        """Return the rows of each call, and its r, or None where r is not representable."""
         row_blocks = []
         whites = []
         for each in replayed:
@@ -322,7 +323,7 @@ class ClosureProblem(StepProblem):
         return row_blocks, whites
 
     def _join_whites(self, whites: Sequence[Tensor | None]) -> Tensor | None:
-        """r of all calls as one vector, or None where one of them has none."""
+        """Return r of all calls as one vector, or None where one of them has none."""
         vectors = [white.flatten() for white in whites if white is not None]
         if len(vectors) < len(whites):
             return None
@@ -348,7 +349,7 @@ class ClosureProblem(StepProblem):
         )
 
     def _find_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> list[str]:
-        """The parameters with a gradient on which none of these outputs depends."""
+        """Return the parameters with a gradient on which none of these outputs depends."""
         measured = self._memory.measured_names
         with_gradient = {name for name, p in self.params.items() if p.grad is not None}
         if with_gradient <= measured:
@@ -376,7 +377,7 @@ class ClosureProblem(StepProblem):
         if self._memory.is_repeatable:
             return
         with self._trials() as origin:
-            repeated = self._average([self._evaluate_trial(origin)])[0]
+            repeated = self._average_over_processes([self._evaluate_trial(origin)])[0]
         tolerance = torch.finfo(self.space.dtype).eps ** 0.5
         if abs(repeated - self.loss) > tolerance * max(abs(self.loss), tolerance):
             raise PullbackError(
@@ -390,7 +391,9 @@ class ClosureProblem(StepProblem):
     def losses(self, moves: Tensor, displace: Displace) -> Tensor:
         self.refuse_stochastic()
         with self._trials() as origin:
-            values = self._average([self._evaluate_trial(displace(origin, move)) for move in moves])
+            values = self._average_over_processes(
+                [self._evaluate_trial(displace(origin, move)) for move in moves]
+            )
         # as the closure gave them: a loss in double precision may come from a model in single
         return torch.tensor(values, dtype=torch.float64, device=moves.device)
 
@@ -410,17 +413,18 @@ class ClosureProblem(StepProblem):
                 p.grad = gradient
 
     def _evaluate_trial(self, point: Mapping[str, Tensor]) -> float:
-        """The closure's loss at other parameters."""
+        """Return the closure's loss at other parameters, which the model holds from then on."""
         self._write(point)
         self._before.restore()
         with torch.enable_grad(), self._autocast(), self._without_averaging():
             return self._run()
 
     def _without_averaging(self) -> Any:
-        """A context in which a wrapper leaves gradients alone: those of a trial are dropped."""
+        """Return a context in which no wrapper averages gradients: those of a trial are dropped."""
         return nullcontext()
 
     def _write(self, point: Mapping[str, Tensor]) -> None:
+        """Copy these values into the model's parameters."""
         for name, p in self.params.items():
             p.data.copy_(point[name])  # unseen by autograd: the linearization's graph lives on
         torch.clear_autocast_cache()  # an autocast around the step would go on with old weights
@@ -457,7 +461,7 @@ def _refuse_unseen(capture: Capture) -> None:
 
 
 def as_call(batch: Any) -> Call:
-    """Other inputs for the metric: a tensor, a tuple of arguments, or a dict of keywords."""
+    """Return the call with these inputs: a tensor, a tuple of arguments, or a dict of keywords."""
     if isinstance(batch, Call):
         return batch
     if isinstance(batch, Mapping):

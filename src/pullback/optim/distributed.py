@@ -53,10 +53,10 @@ class DistributedClosureProblem(DistributedProblem, ClosureProblem):
         memory: ClosureMemory,
         processes: Processes,
         *,
-        coupled: bool = False,
+        mixes_samples: bool = False,
     ) -> None:
         self.processes = processes
-        super().__init__(params, model, closure, outputs, memory, coupled=coupled)
+        super().__init__(params, model, closure, outputs, memory, mixes_samples=mixes_samples)
 
     @property
     def _wrapper(self) -> nn.parallel.DistributedDataParallel | None:
@@ -72,7 +72,7 @@ class DistributedClosureProblem(DistributedProblem, ClosureProblem):
             if self._calls or nobody_saw_a_call:
                 super()._inspect(capture)
 
-    def _average(self, losses: list[float]) -> list[float]:
+    def _average_over_processes(self, losses: list[float]) -> list[float]:
         totals = self.processes.sum_numbers(losses, "gradients")
         return [total / self.processes.size for total in totals]
 
@@ -99,7 +99,7 @@ class DistributedClosureProblem(DistributedProblem, ClosureProblem):
             return cotangent
         return cotangent / self.processes.size
 
-    def _count_all(self, samples: float) -> float:
+    def _sum_over_processes(self, samples: float) -> float:
         return self.processes.sum_numbers([samples], "gradients")[0]
 
     def _measure(
@@ -138,7 +138,7 @@ class DistributedObjectiveProblem(DistributedProblem, ObjectiveProblem):
         self.processes = processes
         super().__init__(params, objective, reduction)
 
-    def _average_residuals(self, function: Callable[..., Any]) -> ObjectiveMap:
+    def _make_residual_map(self, function: Callable[..., Any]) -> ObjectiveMap:
         source = ObjectiveMap(function, self._reduction)
         with self.processes.raise_together(), torch.no_grad():
             own_samples = source.count_samples(self.params)
@@ -160,6 +160,6 @@ class DistributedObjectiveProblem(DistributedProblem, ObjectiveProblem):
         with self.processes.raise_together():
             return super()._measure_values(values, metric)
 
-    def _own_losses(self, moves: Tensor, displace: Displace) -> Tensor:
+    def _evaluate_local_terms(self, moves: Tensor, displace: Displace) -> Tensor:
         with self.processes.raise_together():
-            return super()._own_losses(moves, displace)
+            return super()._evaluate_local_terms(moves, displace)

@@ -33,9 +33,9 @@ from ..steps.memory import (
 )
 from .checks import (
     GrowthWatch,
+    choose_metric,
     find_user_stacklevel,
-    metric_of,
-    own_group,
+    prepare_param_group,
     refuse_context,
     refuse_metric_of_objective,
     refuse_model,
@@ -125,7 +125,7 @@ class NaturalGradient(Optimizer):
         require_type("step", step, Step)
         self._processes = find_processes(model, group, type(self).__name__)
         self.model = model
-        self.metric = metric_of(likelihood, metric)
+        self.metric = choose_metric(likelihood, metric)
         self.solver = solver or Cholesky()
         self.rule = step or _default_step(lr)
         self.gram = gram if isinstance(gram, GramForm) else GramForm(gram)
@@ -250,7 +250,7 @@ class NaturalGradient(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
         present = {id(p) for p in self._list_parameters()}
-        group = own_group(param_group, self.model, self._names, present)
+        group = prepare_param_group(param_group, self.model, self._names, present)
         lr = group.get("lr", self.defaults["lr"])
         if not float(lr) >= 0:
             raise PullbackError(

@@ -35,7 +35,7 @@ class _TrialLimits:
     activations_per_value: int = 64
 
     def bytes_on(self, device: torch.device) -> int:
-        """What trial points may take on a device."""
+        """Return how many bytes the activations of trial points may take on a device."""
         if device.type == "cpu":
             return self.cpu_bytes
         return self.cuda_bytes if device.type == "cuda" else self.other_bytes
@@ -52,15 +52,15 @@ class Term(ABC):
 
     @abstractmethod
     def loss(self, z: Tensor) -> Tensor:
-        """ℓ(z), a scalar."""
+        """Return ℓ(z), a scalar."""
 
     @abstractmethod
     def slope(self, z: Tensor) -> Tensor:
-        """∂ℓ/∂z."""
+        """Return ∂ℓ/∂z."""
 
     @abstractmethod
     def factor(self, z: Tensor) -> Factor:
-        """S with S Sᵀ the metric at z."""
+        """Return S with S Sᵀ the metric at z."""
 
     #: whether S r = ∂ℓ/∂z is solved by r = z
     whitened: bool = False
@@ -129,7 +129,7 @@ class Objective:
             raise PullbackError("The objective has no terms", "there is no loss", "Pass some")
 
     def loss(self, params: Mapping[str, Tensor]) -> Tensor:
-        """L, a scalar."""
+        """Return L, a scalar."""
         first, *others = (term.loss(term.map(params)) for term in self.terms)
         return sum(others, first)
 
@@ -153,14 +153,17 @@ class ObjectiveProblem(StepProblem):
         self._random = RandomState(self.space.device)
         self._reduction = reduction
         if not isinstance(objective, Objective):
-            residuals = self._average_residuals(self._make_repeatable(objective))
+            residuals = self._make_residual_map(self._make_repeatable(objective))
             terms = [Squares(residuals)] if residuals.rows else []
             objective = Objective(terms, shared=True)
         self._objective = objective
         self._terms = objective.terms
 
     def _make_repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
+        """Return the function with the same random numbers at every call.
+
+        Loss, Jacobian and trials must agree.
+        """
         random = RandomState(self.space.device)
 
         def repeat(point: dict[str, Tensor]) -> Any:
@@ -169,8 +172,8 @@ class ObjectiveProblem(StepProblem):
 
         return repeat
 
-    def _average_residuals(self, function: Callable[..., Any]) -> ObjectiveMap:
-        """The residuals, with the weights of a mean or a sum over samples."""
+    def _make_residual_map(self, function: Callable[..., Any]) -> ObjectiveMap:
+        """Return the map to the residuals, weighted for a mean or a sum over samples."""
         return ObjectiveMap(function, self._reduction)
 
     def evaluate(self) -> str:
@@ -203,7 +206,7 @@ class ObjectiveProblem(StepProblem):
         return _sum(losses, self.space.zeros())
 
     def _differentiate(self) -> tuple[Tensor, Tensor]:
-        """∇L, and the share of it that comes from terms with r = z."""
+        """Return ∇L, and what terms with r = z add to it."""
         self._row_blocks = []
         gradients = []
         white_gradients = []
@@ -247,10 +250,11 @@ class ObjectiveProblem(StepProblem):
         return self._row_blocks, torch.cat(whites)
 
     def _measure_batch(self, batch: Any, metric: Metric) -> list[RowBlock]:
-        """The rows of the metric at the values of a function of the parameters."""
-        return self._measure_values(self._average_residuals(self._make_repeatable(batch)), metric)
+        """Return the rows of the metric at the values of `batch`, a function of the parameters."""
+        return self._measure_values(self._make_residual_map(self._make_repeatable(batch)), metric)
 
     def _measure_values(self, values: ObjectiveMap, metric: Metric) -> list[RowBlock]:
+        """Return the rows of the metric at the values of a map; none if it has no values here."""
         if not values.rows:
             return []
         linearization = values.linearize(self.params)
@@ -260,9 +264,11 @@ class ObjectiveProblem(StepProblem):
         return self._pulled_gradient
 
     def losses(self, moves: Tensor, displace: Displace) -> Tensor:
-        return self.sum_tensors(self._own_losses(moves, displace))[0]
+        return self.sum_tensors(self._evaluate_local_terms(moves, displace))[0]
 
-    def _own_losses(self, moves: Tensor, displace: Displace) -> Tensor:
+    def _evaluate_local_terms(self, moves: Tensor, displace: Displace) -> Tensor:
+        """Return what this process's terms add to the loss after each move, (k,)."""
+
         def evaluate(move: Tensor) -> Tensor:
             return self._objective.loss(displace(self.params, move))
 
@@ -284,7 +290,7 @@ class ObjectiveProblem(StepProblem):
 
 
 def _sum(tensors: list[Tensor], zero: Tensor) -> Tensor:
-    """The sum, or zero of nothing."""
+    """Return the sum of tensors of one shape; `zero` if there are none."""
     if not tensors:
         return zero
     return torch.stack(tensors).sum(0)

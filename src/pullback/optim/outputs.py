@@ -41,7 +41,7 @@ class Outputs:
 def as_outputs(
     output: Selector | Outputs, likelihood: Likelihood | Callable[..., Tensor] | None
 ) -> Outputs:
-    """The outputs, from a selector or with the reduction of the loss where none is given."""
+    """Return what the metric measures, with the reduction of the loss where none is given."""
     outputs = output if isinstance(output, Outputs) else Outputs(output)
     if outputs.reduction is None:
         outputs = replace(outputs, reduction=reduction_of(likelihood))

@@ -15,7 +15,7 @@ from .._core.capture import unwrap_model
 from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.groups import find_processes
-from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
+from ..optim.checks import prepare_param_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
 from .chains import list_layers
 from .descent.directions import SliceGradient, find_direction
@@ -114,7 +114,7 @@ class SliceSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own rates."""
-        group = own_group(param_group, self.model, self._names)
+        group = prepare_param_group(param_group, self.model, self._names)
         for name in ("lr", "momentum", "weight_decay"):
             value = group.get(name, self.defaults[name])
             if isinstance(value, Tensor):

@@ -19,7 +19,7 @@ from ..._core.errors import PullbackError
 from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
 from ..checks import refuse_uncallable
-from ..closure import ClosureMemory, loss_of
+from ..closure import ClosureMemory, read_loss
 from ..distributed import DistributedClosureProblem
 from ..objective import Objective, ObjectiveProblem
 from ..outputs import Outputs
@@ -43,7 +43,7 @@ class ControlledClosure(DistributedClosureProblem):
 
     def _run(self) -> float:
         self.returned = self._closure()
-        return loss_of(self.returned)
+        return read_loss(self.returned)
 
     def _evaluate_trial(self, point: Tensors) -> float:
         with self.unwatched():
@@ -102,7 +102,7 @@ def make_problem(
         )
     outputs = Outputs(options.output, options.batch_dim, options.reduction)
     problem = ControlledClosure(
-        trained, capture.model, closure, outputs, memory, replicas.processes, coupled=True
+        trained, capture.model, closure, outputs, memory, replicas.processes, mixes_samples=True
     )
     problem.unwatched = capture.watch.pause_all
     return problem

@@ -38,8 +38,8 @@ from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import Need, Step
 from ..checks import (
-    dense_gradients,
-    own_group,
+    collect_gradients,
+    prepare_param_group,
     refuse_inference,
     refuse_model,
 )
@@ -320,7 +320,9 @@ class KFAC(Optimizer):
         present: set[int] = set()
         for group in self.param_groups:
             present.update(map(id, group["params"]))
-        group = own_group(param_group, self.model, self._params.names, present, sharded=True)
+        group = prepare_param_group(
+            param_group, self.model, self._params.names, present, sharded=True
+        )
         arguments.check_group(group, self.defaults)
         super().add_param_group(group)
         self._assign()
@@ -604,7 +606,7 @@ class KFAC(Optimizer):
         params = self._params
         self.average_gradients()
         self._has_averaged = False
-        gradients = dense_gradients(self.param_groups, params.names, params.shapes)
+        gradients = collect_gradients(self.param_groups, params.names, params.shapes)
         if not params.shards:
             return gradients
         entries = self._curvature.entry_names

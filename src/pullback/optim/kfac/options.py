@@ -17,7 +17,7 @@ from ...maps.layers.moments import Sharing
 from ...maps.roles import Role
 from ...metrics import Euclidean, Metric
 from ...steps import Step
-from ..checks import metric_of, refuse_parameter
+from ..checks import choose_metric, refuse_parameter
 from .arguments import check
 from .factors.damping import Damping
 from .needs import refuse_step
@@ -184,7 +184,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
         grad_scaler=arguments.grad_scaler,
         step=step,
         kl_clip=_find_kl_clip(rule, is_controlled=is_controlled),
-        metric=rule.estimation.metric or metric_of(None, None),
+        metric=rule.estimation.metric or choose_metric(None, None),
         reduction=rule.estimation.reduction or "mean",
         fisher=rule.estimation.fisher,
         draws=rule.estimation.draws,

@@ -23,7 +23,7 @@ from ....likelihoods import reduction_of
 from ....maps.layers.moments import Sharing
 from ....maps.roles import Role
 from ....metrics import Metric
-from ...checks import metric_of
+from ...checks import choose_metric
 from ..factors.averages import divide_by_mass
 from ..factors.block import BlockKind
 from ..factors.damping import Damping
@@ -77,7 +77,9 @@ class Estimation:
         if metric is None and likelihood is None:
             metric = self.metric
         reduction = self.reduction or reduction_of(likelihood)
-        return replace(self, metric=metric_of(likelihood, metric), reduction=reduction, **changes)
+        return replace(
+            self, metric=choose_metric(likelihood, metric), reduction=reduction, **changes
+        )
 
     def make_sharing(self) -> Sharing:
         """Return how a layer's moments are formed: over which positions, and up to which size."""
