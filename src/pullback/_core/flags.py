@@ -63,6 +63,10 @@ class Guard:
     #: the conditions so far, where they are deferred
     is_good: Tensor | None = None
 
+    def copy(self) -> Guard:
+        """Return a guard with the conditions so far; what one is asked next the other is not."""
+        return Guard(self.is_deferred, self.is_good)
+
     def holds(self, flag: Tensor) -> bool:
         """Ask for one more condition; False where it is known to fail."""
         if not self.is_deferred:

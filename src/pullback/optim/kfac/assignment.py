@@ -71,12 +71,12 @@ class Assignment:
         """Become the same as a copy."""
         vars(self).update(vars(other))
 
-    def choose(self, chosen: Mapping[str, Tensor], with_adamw: Collection[str]) -> None:
-        """Set the parameters that are optimized, and those whose param group asks for AdamW."""
-        self._shapes = {name: p.shape for name, p in chosen.items() if p.numel()}
+    def set_parameters(self, params: Mapping[str, Tensor], with_others: Collection[str]) -> None:
+        """Set the parameters that are optimized, and those whose group asks for the other rule."""
+        self._shapes = {name: p.shape for name, p in params.items() if p.numel()}
         for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
             del self.left_out[name]
-        self.left_out |= dict.fromkeys(with_adamw, GROUP_ASKS)
+        self.left_out |= dict.fromkeys(with_others, GROUP_ASKS)
         self._assign_rules()
 
     def add_roles(self, roles: Iterable[ParameterRole]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from random import Random
@@ -72,8 +72,20 @@ from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, rep
 from .update import BUFFERS, GroupUpdate
 
 #: what belongs to hooks, or to the model's objects
-_UNSAVED = ("_capture", "_params", "_verdict", "_memory")
+_UNSAVED = ("_capture", "_params", "_deferred_flags", "_closure_memory")
 _NOT_FINITE = "a gradient is not finite"
+
+
+@dataclass
+class PendingStatistics:
+    """The statistics of a step, until the averages contain them."""
+
+    #: let go once they are averaged: their memory serves the refresh
+    means: BlockMeans
+    #: the conditions under which they enter the averages
+    guard: Guard = field(default_factory=lambda: Guard(is_deferred=False))
+    #: whether the averages contain them
+    is_averaged: bool = False
 
 
 class KFAC(Optimizer):
@@ -234,9 +246,9 @@ class KFAC(Optimizer):
             gather_params=self._params.leaves if self._params.shards else None,
         )
         self._replicas.attach(self._capture, partial(_launch_sums, ref(self)))  # hooks hold it
-        self._verdict: DeferredFlags | None = None
+        self._deferred_flags: DeferredFlags | None = None
         # KFAC gives the warnings itself
-        self._memory = ClosureMemory(warned={*ClosureWarning})
+        self._closure_memory = ClosureMemory(warned={*ClosureWarning})
 
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
@@ -326,26 +338,26 @@ class KFAC(Optimizer):
         arguments.check_group(group, self.defaults)
         super().add_param_group(group)
         self._assign()
-        self._make_entries()
-        self._make_buffers()
+        self._allocate_entries()
+        self._allocate_buffers()
         self._publish()
 
     @property
-    def _chosen(self) -> dict[str, Any]:
-        """The parameters of all param groups, by name: those that are optimized."""
+    def _optimized(self) -> dict[str, Any]:
+        """The parameters of all param groups, by name."""
         return self._params.in_groups(self.param_groups)
 
     def _assign(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
         with_rule = [group for group in self.param_groups if group.get("rule")]
-        self._assignment.choose(self._chosen, self._params.in_groups(with_rule))
-        self._capture.choose(self._assignment.measured)
+        self._assignment.set_parameters(self._optimized, self._params.in_groups(with_rule))
+        self._capture.set_measured(self._assignment.measured)
 
-    def _follow_groups(self) -> None:
+    def _reassign_if_groups_changed(self) -> None:
         """Assign blocks anew if a parameter was frozen or thawed, or a group has another rule.
 
-        What is held for frozen parameters is given up; the first pass after they thaw measures
-        them again.
+        The state of frozen parameters is given up; the first pass after they thaw measures them
+        again.
         """
         choices: list[tuple[bool, Any]] = []
         for group in self.param_groups:
@@ -359,13 +371,13 @@ class KFAC(Optimizer):
         self._group_choices = choices
         self._assign()
         self._drop_frozen()
-        self._make_entries()
-        self._make_buffers()
+        self._allocate_entries()
+        self._allocate_buffers()
         self._publish()
 
     def _drop_frozen(self) -> None:
         """Give up states, momentum and the step rule's vectors of frozen parameters."""
-        chosen = self._chosen
+        chosen = self._optimized
         self._capture.structure.forget(self._curvature.drop_idle(chosen))
         for name in [name for name, p in chosen.items() if not p.requires_grad]:
             for buffer in (*BUFFERS, VECTORS):
@@ -375,10 +387,10 @@ class KFAC(Optimizer):
 
     def _publish(self) -> None:
         """Put averages, states and schedule under the parameters, where torch looks for them."""
-        publish(self._curvature, self.state, self._chosen)
+        publish(self._curvature, self.state, self._optimized)
 
-    def _make_entries(self) -> None:
-        """Make the states of trained parameters that are known to follow the rule for others."""
+    def _allocate_entries(self) -> None:
+        """Make the states of trained parameters that follow the rule for others, entry by entry."""
         curvature = self._curvature
         if self._assignment.others is None:
             return
@@ -388,16 +400,16 @@ class KFAC(Optimizer):
             if p.requires_grad and name not in present:
                 curvature.allocate_entries(name, p)
 
-    def _make_buffers(self) -> None:
-        """Make momentum, and what the KL clip keeps, of trained parameters that follow the rule."""
+    def _allocate_buffers(self) -> None:
+        """Make momenta, and lengths for the KL clip, of trained parameters that follow the rule."""
         elementwise = {*self._assignment.elementwise}
         for group in self.param_groups:
             for p in [p for p in group["params"] if p.requires_grad]:
                 name = self._params.names[id(p)]
                 if name not in elementwise:
-                    self._make_block_buffers(name, p, group)
+                    self._allocate_block_buffers(name, p, group)
 
-    def _make_block_buffers(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+    def _allocate_block_buffers(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
         """Make the buffers of a parameter that follows the rule for blocks."""
         if group.get("momentum") and self._step_memory is None:
             update.get_momentum_buffer(self.state, p)
@@ -427,7 +439,7 @@ class KFAC(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
-        self._read_verdict()
+        self._read_deferred_flags()
         state = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
         state.pop("step", None)  # a scheduler counts calls by a function of its own
         return state
@@ -450,7 +462,7 @@ class KFAC(Optimizer):
         try:
             with replicas.explain_lost_process("state_dict()"):
                 replicas.collect_states(curvature.states)
-                publish(curvature, self.state, self._chosen, replicas.cut_piece)
+                publish(curvature, self.state, self._optimized, replicas.cut_piece)
             out = super().state_dict()
             copies = {number: dict(saved) for number, saved in out["state"].items()}
             return {**out, "state": copies}
@@ -468,8 +480,8 @@ class KFAC(Optimizer):
                 raise make_incomplete_error(f"the moments of {name!r} have another shape")
         fresh = self._empty_state()
         fresh.assignment = self._assignment.copy()
-        restore(fresh, saved, self._chosen)
-        self._read_verdict()
+        restore(fresh, saved, self._optimized)
+        self._read_deferred_flags()
         super().load_state_dict({**state_dict, "state": {}})
         self._assignment.roles |= fresh.assignment.roles
         fresh.assignment = self._assignment
@@ -484,7 +496,7 @@ class KFAC(Optimizer):
                 self.state[p]["length"] = state["length"].detach().to(p.device, copy=True)
         if self._step_memory is not None:
             self._step_memory.load(saved, params)
-        self._make_buffers()
+        self._allocate_buffers()
         self._publish()
         self._resume()
 
@@ -531,14 +543,14 @@ class KFAC(Optimizer):
         self._refuse_unready_step()
         was_announced = self._capture.is_announced
         expects_statistics = self._capture.wants_statistics
-        self._read_verdict()
-        self._follow_groups()
+        self._read_deferred_flags()
+        self._reassign_if_groups_changed()
         has_run_backward = closure is None and objective is None
         problem = None
         if not has_run_backward or self._options.is_controlled:
             problem = make_problem(
                 closure, objective, self._options, self._capture, self._params, self.param_groups,
-                self._replicas, self._memory,
+                self._replicas, self._closure_memory,
             )  # fmt: skip
         # where the last step was rejected, the forward pass was not told that statistics are due
         self._has_missed_announcement = (
@@ -572,7 +584,7 @@ class KFAC(Optimizer):
         loss = evaluate(problem, closure)
         self._capture.check_squared_error(loss)
         gradients = self._collect_gradients()
-        if self._is_idle(gradients):
+        if self._is_dry_run(gradients):
             self._capture.clear_pool()
             return loss
         if problem is not None and not isfinite(problem.loss):
@@ -586,7 +598,7 @@ class KFAC(Optimizer):
         if not self._check_gradients(gradients, pending.means, guard):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
-        pending.guard = Guard(guard.is_deferred, guard.is_good)
+        pending.guard = guard.copy()
         if not self._replicas.can_postpone_averages(guard):
             self._update_averages(pending, gradients)
         directions, stacked = self._find_directions(
@@ -594,7 +606,7 @@ class KFAC(Optimizer):
         )
         if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
-        pending.guard = Guard(guard.is_deferred, guard.is_good)
+        pending.guard = guard.copy()
         # statistics that no refresh of this step needs, unless the averages have them already
         self._update_averages(pending, gradients)
         self._info = self._move(directions, problem, gradients, guard.is_void)
@@ -617,8 +629,11 @@ class KFAC(Optimizer):
         collected = {**pieces, **whole}
         return {name: collected[name] for name in gradients}
 
-    def _is_idle(self, gradients: Tensors) -> bool:
-        """Return whether a step without a gradient and a rate asks for nothing."""
+    def _is_dry_run(self, gradients: Tensors) -> bool:
+        """Return True if nothing is to move: all learning rates and all gradients are zero.
+
+        torch's functions for checkpoints take such a step to let an optimizer make its state.
+        """
         if any(group["lr"] != 0 for group in self.param_groups):
             return False
         return not any(bool(g.any()) for g in gradients.values())
@@ -675,7 +690,7 @@ class KFAC(Optimizer):
         if means is None:
             return {}
         selected = self._assignment.select_blocks(means, self._options.sharing.longest)
-        self._capture.choose(self._assignment.measured)
+        self._capture.set_measured(self._assignment.measured)
         if not self._schedule.statistics_count:
             self._warn_of_missing_blocks()
         return selected
@@ -700,7 +715,7 @@ class KFAC(Optimizer):
         """Return whether the step's outcome is of no consequence for what the host does next.
 
         The host then does not wait for the device: a flag there guards every change, and
-        `_read_verdict` reads it later.
+        `_read_deferred_flags` reads it later.
         """
         first = next(iter(gradients.values()))
         if not first.is_cuda or self._options.is_controlled or self._schedule.should_refresh_again:
@@ -715,7 +730,8 @@ class KFAC(Optimizer):
     def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
         """Return False if a gradient is known not to be finite.
 
-        It is not asked where the directions of a deferred step tell, and guard averages too.
+        A deferred step checks its directions instead, which are not finite then. That is too late
+        for a rule that squares gradients, and for averages that take statistics up before.
         """
         squares = self.rule.squares_gradients
         is_needed = squares or not guard.is_deferred
@@ -741,7 +757,10 @@ class KFAC(Optimizer):
     def _find_directions(
         self, gradients: dict[str, Tensor], is_void: Tensor | None, *, has_new_statistics: bool
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Refresh states when it is time; return directions by name, and in few tensors."""
+        """Refresh states when it is time; return directions by name, and the stacks that hold them.
+
+        The stacks are few, so that a check of all directions is cheap.
+        """
         self._refresh(has_new_statistics)
         self._update_entry_states(gradients)
         curvature = self._curvature
@@ -777,7 +796,7 @@ class KFAC(Optimizer):
             curvature.states.drop(BlockKey(BlockKind.ENTRIES, (name,)))
         others = {*self._assignment.elementwise} | self._capture.structure.partners.keys()
         if not self._can_measure:
-            others |= self._chosen.keys()
+            others |= self._optimized.keys()
         for name in gradients.keys() & (others - measured - entries):
             p = self._params.by_name[name]
             if p.numel():
@@ -858,8 +877,9 @@ class KFAC(Optimizer):
         """Count a step that was taken, report it, and prepare the next forward pass."""
         self._schedule.count_step()
         self._capture.reset()
-        is_owed = self._has_missed_announcement and not pending.is_averaged
-        self._capture.announce(self._is_statistics_step or is_owed or self._capture.lacks_block)
+        has_missed_statistics = self._has_missed_announcement and not pending.is_averaged
+        needs_statistics = self._is_statistics_step or self._capture.lacks_block
+        self._capture.announce(needs_statistics or has_missed_statistics)
         notes = report.list_notes(self._curvature, self._has_skipped_statistics)
         self._info = replace(self._info, took_statistics=pending.is_averaged, notes=notes)
         if guard.is_good is not None:
@@ -867,7 +887,7 @@ class KFAC(Optimizer):
             if pending.is_averaged:
                 is_averaged = pending.guard.is_good
             flags: Any = (guard.is_good, is_averaged)
-            self._verdict = DeferredFlags(torch.stack(flags), pending.is_averaged)
+            self._deferred_flags = DeferredFlags(torch.stack(flags), pending.is_averaged)
 
     def _reject(self, reason: str, loss: Any) -> Any:
         """Report a step that was not taken, forget its statistics, and return the loss."""
@@ -875,14 +895,14 @@ class KFAC(Optimizer):
         self._info = KFACInfo(False, reason, self._schedule.damping)
         return loss
 
-    def _read_verdict(self) -> None:
-        """Read the flags of the last deferred step: take back counts of what turned out void."""
-        verdict = self._verdict
-        self._verdict = None
-        if verdict is None:
+    def _read_deferred_flags(self) -> None:
+        """Read the flags of the last deferred step; take back its counts if it was void."""
+        deferred = self._deferred_flags
+        self._deferred_flags = None
+        if deferred is None:
             return
-        has_moved, has_averaged = verdict.flags()
-        if verdict.takes_statistics and not has_averaged:
+        has_moved, has_averaged = deferred.flags()
+        if deferred.takes_statistics and not has_averaged:
             self._schedule.uncount_statistics()
             self._has_skipped_statistics = has_moved
             notes = report.list_notes(self._curvature, has_moved)
@@ -901,7 +921,7 @@ class KFAC(Optimizer):
     ) -> Iterator[None]:
         """After an exception, put back everything that a step may change.
 
-        A step that takes no statistics renews neither averages nor states.
+        Averages and states are copied only where the step `may_update_averages`.
         """
         curvature = self._curvature
         numbers = dict(self._schedule.numbers)
@@ -917,8 +937,8 @@ class KFAC(Optimizer):
         if may_update_averages:
             before = deepcopy(curvature, shared)
         step_memory = deepcopy(self._step_memory, shared)
-        table = self._assignment.copy()
-        params = list(self._chosen.values())
+        assignment = self._assignment.copy()
+        params = list(self._optimized.values())
         buffers = _list_buffers(self.state[p] for p in params)
         copies = [(t, t.clone()) for t in (*params, *buffers)]
         try:
@@ -929,11 +949,11 @@ class KFAC(Optimizer):
             for t, copy in copies:
                 t.copy_(copy)
             self._schedule.numbers.update(numbers)
-            self._assignment.restore(table)
-            self._capture.choose(table.measured)
+            self._assignment.restore(assignment)
+            self._capture.set_measured(assignment.measured)
             if step_memory is not None:
                 self._step_memory = step_memory
-                self._make_buffers()
+                self._allocate_buffers()
             if before is not None:
                 before.take_over_from(curvature, self._params.by_name)
                 self._curvature = before
@@ -947,7 +967,7 @@ class KFAC(Optimizer):
     @property
     def blocks(self) -> KFACState:
         """Averages and states of all blocks, as of the last step."""
-        self._read_verdict()
+        self._read_deferred_flags()
         return self._curvature
 
     @contextmanager
@@ -972,15 +992,15 @@ class KFAC(Optimizer):
     @property
     def info(self) -> KFACInfo:
         """What the last step did."""
-        self._read_verdict()
+        self._read_deferred_flags()
         return self._info
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; the first statistics show it."""
-        reasons = report.explain_reasons(
+        reasons = report.refine_reasons(
             self.model, self._assignment, self._capture.structure.reasons
         )
-        facts = CoverageFacts(self.blocks, self._chosen, reasons)
+        facts = CoverageFacts(self.blocks, self._optimized, reasons)
         return report.make_coverage(facts, dict(unwrap_model(self.model).named_parameters()))
 
     def _warn_of_missing_blocks(self) -> None:
@@ -988,8 +1008,8 @@ class KFAC(Optimizer):
         if self._notices.has_warned_of_missing_blocks:
             return
         reasons = report.explain_missing_blocks(self._assignment, self._capture.structure.diagonals)
-        reasons = report.explain_reasons(self.model, self._assignment, reasons)
-        self._notices.warn_of_missing_blocks(self._chosen, reasons, self._assignment.others)
+        reasons = report.refine_reasons(self.model, self._assignment, reasons)
+        self._notices.warn_of_missing_blocks(self._optimized, reasons, self._assignment.others)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
@@ -1033,13 +1053,3 @@ def _launch_sums(reference: ref[KFAC]) -> None:
     optimizer = reference()
     if optimizer is not None:
         optimizer._launch()
-
-
-class PendingStatistics:
-    """The statistics of a step, until the averages contain them."""
-
-    def __init__(self, means: BlockMeans) -> None:
-        self.means = means
-        self.guard = Guard(is_deferred=False)
-        #: whether the averages contain them
-        self.is_averaged = False

@@ -23,8 +23,15 @@ from .rules import Rule
 from .stacks import Tensors
 from .state import KFACState
 
-#: share of the parameters that may go without a layer's block before that is said
-_SHARE_WITHOUT_BLOCK = 0.1
+#: the part of the parameters that may go without a layer's block before a warning
+_LARGEST_PART_WITHOUT_BLOCK = 0.1
+#: what is not known before the first statistics
+UNKNOWN = "unknown"
+#: why a matrix has no block although its layer is known
+UNREACHED = (
+    "no statistics reached it yet, as where its layer got no rows or the measured output "
+    "does not depend on it"
+)
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,12 @@ class CoverageFacts:
 
     Attributes:
         state: averages and states of blocks, and the table of roles.
-        chosen: the parameters that are optimized.
+        optimized: the names of the parameters that are optimized.
         reasons: what statistics have shown.
     """
 
     state: KFACState
-    chosen: Collection[str]
+    optimized: Collection[str]
     reasons: Mapping[str, str]
 
 
@@ -116,9 +123,9 @@ def make_coverage(facts: CoverageFacts, params: Tensors) -> Coverage:
 def _make_row(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) -> Row:
     """Return the row of one parameter."""
     shape = tuple(p.shape)
-    why_none = _explain_no_rule(name, p, facts)
-    if why_none:
-        return Row(name, shape, "none", why_none, "none")
+    why_not_optimized = _explain_not_optimized(name, p, facts)
+    if why_not_optimized:
+        return Row(name, shape, "none", why_not_optimized, "none")
     if key is not None:
         return _make_measured_row(name, shape, key, facts)
     assignment = facts.state.assignment
@@ -138,11 +145,11 @@ def _make_row(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) 
     return Row(name, shape, "gradient", reason, assignment.rule.name)
 
 
-def _explain_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
+def _explain_not_optimized(name: str, p: Tensor, facts: CoverageFacts) -> str:
     """Return why a parameter is not optimized at all; empty if it is."""
     if not p.requires_grad:
         return "frozen"
-    if name not in facts.chosen:
+    if name not in facts.optimized:
         return "not given to the optimizer"
     if not p.numel():
         return "it has no entries"
@@ -197,10 +204,11 @@ def _explain_role(name: str, assignment: Assignment) -> str:
 
 
 def explain_missing_blocks(assignment: Assignment, diagonals: Mapping[str, str]) -> dict[str, str]:
-    """Return why parameters have no block of their layer, also of `diagonals` of the statistics.
+    """Return why parameters have no block of their layer, by name.
 
-    With a rule for others these are also the parameters that no known layer uses, and all of them
-    where no matrix follows the rule.
+    They are `diagonals`, with the reason that the statistics have found. Where there is a rule for
+    others, they are also the vectors that no known layer uses; and where no matrix follows the
+    rule, all vectors.
     """
     reasons: dict[str, str] = {}
     has_matrices = any(name in assignment.roles for name in assignment.measured)
@@ -218,19 +226,10 @@ def explain_missing_blocks(assignment: Assignment, diagonals: Mapping[str, str])
     return reasons
 
 
-#: what is not known before the first statistics
-UNKNOWN = "unknown"
-#: why a matrix has no block although its layer is known
-UNREACHED = (
-    "no statistics reached it yet, as where its layer got no rows or the measured output "
-    "does not depend on it"
-)
-
-
-def explain_reasons(
+def refine_reasons(
     model: nn.Module, assignment: Assignment, reasons: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the reasons, and what is done with parameters that no known layer uses.
+    """Return the reasons; those that say "no known layer" become what uses the parameter instead.
 
     The first forward pass has shown it, or a parametrization of the model.
     """
@@ -356,15 +355,15 @@ class Notices:
         self._has_warned_of_missing_blocks = True
         sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
         reasons = {n: why for n, why in reasons.items() if n in sizes}
-        share = sum(sizes[n] for n in reasons) / max(1, sum(sizes.values()))
-        if share <= _SHARE_WITHOUT_BLOCK:
+        part = sum(sizes[n] for n in reasons) / max(1, sum(sizes.values()))
+        if part <= _LARGEST_PART_WITHOUT_BLOCK:
             return
         most = max(reasons, key=sizes.__getitem__)
         treatment = "are held as a diagonal"
         if others is not None:
             treatment = f"follow {type(others).__name__}"
         warnings.warn(
-            f"{100 * share:.0f} % of the trained parameters {treatment}, {most} among them: "
+            f"{100 * part:.0f} % of the trained parameters {treatment}, {most} among them: "
             f"{reasons[most]}. coverage() says what is known of each.",
             RuntimeWarning,
             stacklevel=find_user_stacklevel(),

@@ -84,8 +84,8 @@ class StatisticsCapture:
     """Watches a model and, when statistics are due, adds up what the options ask for.
 
     The first forward pass shows the roles of parameters, and the `table` tells which are measured.
-    `counter` gives a number that is another one at each step, for the random draws. Where
-    parameters are sharded, `gather_params` returns whole ones: every pass is repeated with them.
+    `draw_seed` returns the seed of the random draws, another one at each step. Where parameters are
+    sharded, `gather_params` returns whole ones: every pass is repeated with them.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class StatisticsCapture:
         model: nn.Module,
         options: Options,
         table: Assignment,
-        counter: Callable[[], int],
+        draw_seed: Callable[[], int],
         gather_params: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
         self.model = model
         self.table = table
         self._options = options
-        self._counter = counter
+        self._draw_seed = draw_seed
         self._gather_params = gather_params
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
@@ -107,18 +107,20 @@ class StatisticsCapture:
         #: called where statistics are complete, while the backward pass goes on; given where
         #: processes add theirs up, of which one may have no samples
         self.on_complete: Callable[[], None] | None = None
-        self._syncs = False  # whether the last call's gradients are averaged over processes
+        self._syncs_gradients = (
+            False  # whether the last call's gradients are averaged over processes
+        )
         self.pool = Pool()
         self.structure = BlockStructure(options)
-        self._chosen: dict[str, Tensor] = {}
+        self._measured: dict[str, Tensor] = {}
         self._forget_leaves()
-        self.choose(table.measured)
-        self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
+        self.set_measured(table.measured)
+        self._pending_passes: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._started_call: StartedCall | None = None
         self.watch = Watch(self, model)
         self._checks_left = _LIMITS.checks
         self._first_gradient: OutputGradient | None = None  # until the first step reads it
-        self._counted_all = False  # whether all positions of the last pass counted
+        self._counted_all_positions = False  # whether all positions of the last pass counted
         #: whether a second thread measures while a backward pass goes on; None for on a GPU
         self.overlaps: bool | None = None
 
@@ -138,34 +140,34 @@ class StatisticsCapture:
 
     @property
     def lacks_block(self) -> bool:
-        """Whether a parameter that takes part has no block yet, or one with others."""
+        """Whether a measured parameter has no block yet, or shares one with a frozen parameter."""
         leaves = self.leaves()
         if leaves is not self._covered and self.structure.covers(leaves):
             self._covered = leaves
         return leaves is not self._covered
 
-    def choose(self, names: Iterable[str]) -> None:
-        """Let only these parameters take part; the others are constants."""
+    def set_measured(self, names: Iterable[str]) -> None:
+        """Measure these parameters from now on; all others count as constants."""
         params = dict(unwrap_model(self.model).named_parameters())
-        chosen: dict[str, Tensor] = {n: params[n] for n in names}
-        is_same = list(chosen) == list(self._chosen)
-        if is_same and all(map(is_, chosen.values(), self._chosen.values())):
+        measured: dict[str, Tensor] = {n: params[n] for n in names}
+        has_same_names = list(measured) == list(self._measured)
+        if has_same_names and all(map(is_, measured.values(), self._measured.values())):
             return
-        self._chosen = chosen
+        self._measured = measured
         self._forget_leaves()
 
     def _forget_leaves(self) -> None:
         self._leaves: dict[str, Tensor] = {}
-        self._flags: list[bool] = []
+        self._requires_grad: list[bool] = []
         self._layers: ModelLayers | None = None
         self._covered: dict[str, Tensor] | None = None
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return the parameters that require a gradient, the same object while they do."""
-        flags = [p.requires_grad for p in self._chosen.values()]
-        if flags != self._flags:
-            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
-            self._flags = flags
+        """Return the measured parameters that require a gradient; the same dict while they do."""
+        flags = [p.requires_grad for p in self._measured.values()]
+        if flags != self._requires_grad:
+            self._leaves = {n: p for n, p in self._measured.items() if p.requires_grad}
+            self._requires_grad = flags
         return self._leaves
 
     def layers(self) -> ModelLayers | None:
@@ -180,7 +182,7 @@ class StatisticsCapture:
         if self._layers is None:
             self._layers = ModelLayers(model, find_factor_layer)
         current = dict(model.named_parameters())
-        if all(current.get(n, p) is p for n, p in self._chosen.items()):
+        if all(current.get(n, p) is p for n, p in self._measured.items()):
             return self._layers
         return None
 
@@ -198,14 +200,14 @@ class StatisticsCapture:
 
     def reset(self) -> None:
         """Forget the passes that still wait as well: the parameters they used have changed."""
-        for pending in list(self._open):
+        for pending in list(self._pending_passes):
             pending.clear()
         self.clear_pool()
         self.watch.called = False
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator that follows from the counter: nothing random has to be saved."""
-        seed = (self._counter() * 1_000_003 + self.pool.calls) % 2**63
+        """Return a generator that follows from the step's seed: no random state has to be saved."""
+        seed = (self._draw_seed() * 1_000_003 + self.pool.calls) % 2**63
         return torch.Generator(device).manual_seed(seed)
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
@@ -238,7 +240,7 @@ class StatisticsCapture:
         """Note whether `DistributedDataParallel` makes this call, and averages its gradients."""
         wrapper = active_wrapper()
         self.is_wrapped = wrapper is not None
-        self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
+        self._syncs_gradients = getattr(wrapper, "require_backward_grad_sync", False)
 
     def _find_obstacle(self, layers: ModelLayers | None) -> Obstacle | None:
         """Return why a call that begins cannot give statistics, if it cannot."""
@@ -278,8 +280,8 @@ class StatisticsCapture:
             return
         self.table.add_roles(assign_roles(unwrap_model(self.model), record, output, leaves))
         record.stop_following()
-        if self._chosen.keys() != {*self.table.measured}:
-            self.choose(self.table.measured)
+        if self._measured.keys() != {*self.table.measured}:
+            self.set_measured(self.table.measured)
             record.restrict({n: leaves[n] for n in self.leaves()})
 
     def _find_output(self, output: Any) -> Tensor:
@@ -331,7 +333,7 @@ class StatisticsCapture:
         """Take the statistics of a call when the gradient passes its output."""
         me = weakref.ref(self)
         pending = PendingPass(z, call)
-        self._open.add(pending)
+        self._pending_passes.add(pending)
 
         def receive(cotangent: Tensor) -> None:
             capture = me()
@@ -352,17 +354,17 @@ class StatisticsCapture:
 
     def notify_if_complete(self) -> None:
         """Tell that statistics are complete, unless another pass is to be added."""
-        if self.on_complete is not None and self._syncs and not self._has_pending:
+        if self.on_complete is not None and self._syncs_gradients and not self._has_pending:
             with torch.no_grad():
                 self.on_complete()
 
     @property
     def _has_pending(self) -> bool:
         """Whether the output of a pass has not received its gradient yet."""
-        return any(p.source is not None for p in self._open)
+        return any(p.source is not None for p in self._pending_passes)
 
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
-        """Add the sums of a pass; False where there are none, or not yet."""
+        """Add the sums of a pass; return False where there are none, or they are added later."""
         root = pending.root()
         if self._gather_params is None and is_input_derivative(self.leaves(), self._make_note()):
             self.pool.note_obstacle(Obstacle.PARAMETERS_NOT_REACHED)
@@ -383,7 +385,7 @@ class StatisticsCapture:
             return True
         if measured is None:
             return False
-        self._counted_all = measured.covectors.counts_all is not False
+        self._counted_all_positions = measured.covectors.counts_all is not False
         if proofs and self.structure.proofs > proofs and not was_stale:
             self.table.is_stale = True  # the next pass shows roles on this new way
         return self._add_measured(measured)
@@ -487,7 +489,7 @@ class StatisticsCapture:
         if self._options.fisher == "empirical":  # it cannot be measured again
             return False
         is_repeatable = received.forward.record.head is not None or not received.is_large
-        return self._counted_all and slope.is_cuda and is_repeatable
+        return self._counted_all_positions and slope.is_cuda and is_repeatable
 
     def _add_measured(self, measured: MeasuredPass) -> bool:
         """Add the sums of a pass, now or when the thread is done; return whether they are added."""

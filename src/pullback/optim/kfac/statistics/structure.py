@@ -97,7 +97,7 @@ class BlockStructure:
         self._plan: BlockPlan | None = None
 
     def covers(self, leaves: Mapping[str, Tensor]) -> bool:
-        """Whether each of them has a block of parameters among them."""
+        """Return True if each parameter has a block all of whose parameters are among these."""
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
     def forget(self, names: Collection[str]) -> None:
