@@ -38,7 +38,7 @@ from .replicas import placeholder
 from .schedule import COUNTS
 from .stacks import Block, Tensors
 from .state import KFACState
-from .table import FactorLayout, SavedRow, TableWriter, make_foreign_error, read_row
+from .table import FactorShape, SavedRow, TableWriter, make_foreign_error, read_row
 from .update import State
 
 #: keys of a parameter's state that older versions wrote
@@ -143,10 +143,10 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
         if row.key.kind == BlockKind.ENTRIES:
             _fill_entries(state, name, saved[name]["state"], params[name])
             continue
-        layout = row.factors
+        factor_shapes = row.factors
         if not state.awaits_load:
-            layout = _list_layouts(saved[name]["average"])
-        _reserve_block(state, row.key, layout, params)
+            factor_shapes = _list_factor_shapes(saved[name]["average"])
+        _reserve_block(state, row.key, factor_shapes, params)
     state.replicas.assign_owners(state.states, state.averages, state.averages.keys())
     if not state.awaits_load:
         _fill_blocks(state, saved, params)
@@ -187,23 +187,24 @@ def _read_factors(
     return factors
 
 
-def _list_layouts(nested: Mapping[str, Any]) -> list[FactorLayout]:
-    """Return the shapes of saved averages."""
-    layout = []
+def _list_factor_shapes(nested: Mapping[str, Any]) -> list[FactorShape]:
+    """Return the factors of saved averages with their shapes."""
+    factor_shapes = []
     for use, sides in nested.items():
         if isinstance(sides, Mapping):
-            layout += [FactorLayout(FactorKey(use, side), t.shape) for side, t in sides.items()]
-    return layout
+            for side, t in sides.items():
+                factor_shapes.append(FactorShape(FactorKey(use, side), t.shape))
+    return factor_shapes
 
 
 def _reserve_block(
-    state: KFACState, key: BlockKey, layout: Sequence[FactorLayout], params: Tensors
+    state: KFACState, key: BlockKey, factor_shapes: Sequence[FactorShape], params: Tensors
 ) -> None:
     """Reserve a saved block; raise where it is not that of these parameters."""
     leader = params[key.names[0]]
     dtype = compute_dtype(leader.dtype)
     factors: dict[FactorKey, FactorMatrix] = {}
-    for factor in layout:
+    for factor in factor_shapes:
         zeros = torch.zeros((), dtype=dtype, device=leader.device)
         factors[factor.key] = from_entries(zeros.expand(factor.shape))
     size = prod(block_shape(key, factors))

@@ -32,14 +32,14 @@ from .rules import RuleState
 from .stacks import Averages, Block, BlockStates, Tensors
 from .statistics.capture import StatisticsCapture
 from .statistics.sums import (
-    BlockLayout,
     BlockTensors,
-    Layouts,
     Pool,
     SentSums,
-    describe_layout,
+    ShapesByBlock,
+    SumShapes,
+    describe_shapes,
     is_broken,
-    join_layouts,
+    join_shapes,
     list_sums,
     make_zeros,
 )
@@ -74,27 +74,29 @@ def _list_flags(pool: Pool, sent: SentSums | None) -> list[bool]:
     return [not is_broken(pool), pool.calls == 0, is_fresh, is_current]
 
 
-def _list_layouts(pool: Pool) -> Layouts:
+def _list_shapes(pool: Pool) -> ShapesByBlock:
     """Return the shapes of the pooled sums, in an order that all processes have."""
     if is_broken(pool):
         return {}
     keys = sorted(pool.sums, key=lambda key: key.names)
-    return {key: describe_layout(list_sums(pool.sums[key])) for key in keys}
+    return {key: describe_shapes(list_sums(pool.sums[key])) for key in keys}
 
 
-def _fill_layout(pool: Pool, key: BlockKey, layout: BlockLayout, parameter: Tensor) -> BlockTensors:
-    """Return a block's sums in this layout, with zeros where this process has none."""
+def _fill_missing_sums(
+    pool: Pool, key: BlockKey, sum_shapes: SumShapes, parameter: Tensor
+) -> BlockTensors:
+    """Return a block's sums of these shapes, with zeros where this process has none."""
     tensors: BlockTensors = {}
     if not is_broken(pool) and key in pool.sums:
         tensors = list_sums(pool.sums[key])
-    if not describe_layout(tensors).items() <= layout.items():
-        tensors = {}  # the layout is out of date; `sum_statistics` notices, and sums anew
+    if not describe_shapes(tensors).items() <= sum_shapes.items():
+        tensors = {}  # the shapes are out of date; `sum_statistics` notices, and sums anew
     filled: BlockTensors = {}
-    for at in layout:
-        if at in tensors:
-            filled[at] = tensors[at]
+    for sum_key, (shape, dtype) in sum_shapes.items():
+        if sum_key in tensors:
+            filled[sum_key] = tensors[sum_key]
         else:
-            filled[at] = make_zeros(at, *layout[at], parameter)
+            filled[sum_key] = make_zeros(sum_key, shape, dtype, parameter)
     return filled
 
 
@@ -138,13 +140,13 @@ class Replicas:
         #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
         self._overlaps = is_wrapped and not is_owned and not self.is_single
         self._overlap_group: Processes | None = None
-        #: what all processes measured last, and what is under way
-        self._layouts: Layouts | None = None
+        #: the shapes of the sums that all processes measured last, and the sums under way
+        self._last_shapes: ShapesByBlock | None = None
         self._sent: SentSums | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is under way, and the group in which it is."""
-        return {**vars(self), **dict.fromkeys(("_sent", "_overlap_group", "_layouts"))}
+        return {**vars(self), **dict.fromkeys(("_sent", "_overlap_group", "_last_shapes"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -214,12 +216,12 @@ class Replicas:
         since another process may wait for this one's gradients.
         """
         group = self._overlap_group
-        if self._sent is None and group is not None and self._layouts is not None:
-            self._sent = self._start_sums(pool, self._layouts, params, group)
+        if self._sent is None and group is not None and self._last_shapes is not None:
+            self._sent = self._start_sums(pool, self._last_shapes, params, group)
 
     def forget_sums(self) -> None:
         """Begin no sums ahead from now on: states were loaded, and some may have begun."""
-        if self._layouts is not None:
+        if self._last_shapes is not None:
             self._sent = None
             self._overlap_group = None
             self._overlaps = False
@@ -247,15 +249,15 @@ class Replicas:
         sent = self._sent
         self._sent = None
         pool = capture.pool
-        layouts = _list_layouts(pool)
+        shapes = _list_shapes(pool)
         facts = (
-            layouts, sorted(capture.structure.partners.items()), capture.table.list_known_roles()
+            shapes, sorted(capture.structure.partners.items()), capture.table.list_known_roles()
         )  # fmt: skip
         flags = _list_flags(pool, sent)
         have_same_facts, common = self._compare(facts, flags, params, groups, gradients, schedule)
         agreement = _Agreement(*common)
         if not have_same_facts:
-            layouts = self._join_structure(layouts, capture)
+            shapes = self._join_structure(shapes, capture)
         if agreement.is_idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -263,13 +265,13 @@ class Replicas:
             pool.sums = {}
             pool.samples = torch.nan
             return
-        self._finish_sums(pool, sent, layouts, agreement, params)
+        self._finish_sums(pool, sent, shapes, agreement, params)
 
     def _finish_sums(
         self,
         pool: Pool,
         sent: SentSums | None,
-        layouts: Layouts,
+        shapes: ShapesByBlock,
         agreement: _Agreement,
         params: ModelParameters,
     ) -> None:
@@ -277,11 +279,11 @@ class Replicas:
         if sent is not None and agreement.is_current and not agreement.is_fresh:
             # a step has several passes: the sums that were sent ahead lack the later ones
             self._overlap_group = None
-        if sent is None or not agreement.is_fresh or layouts != self._layouts:
-            sent = self._start_sums(pool, layouts, params, self.processes)
-        if self._layouts is None and self._overlaps:
+        if sent is None or not agreement.is_fresh or shapes != self._last_shapes:
+            sent = self._start_sums(pool, shapes, params, self.processes)
+        if self._last_shapes is None and self._overlaps:
             self._make_overlap_group()
-        self._layouts = layouts
+        self._last_shapes = shapes
         sent.finish()
 
     def _make_overlap_group(self) -> None:
@@ -291,17 +293,17 @@ class Replicas:
             free = finalize(self, self._overlap_group.destroy)
             free.atexit = False  # torch gives up all groups by itself then
 
-    def _join_structure(self, layouts: Layouts, capture: StatisticsCapture) -> Layouts:
+    def _join_structure(self, shapes: ShapesByBlock, capture: StatisticsCapture) -> ShapesByBlock:
         """Return the blocks that any process saw, and let all know the same structure and roles."""
         structure = capture.structure
-        known = (layouts, dict(structure.partners), dict(capture.table.roles))
+        known = (shapes, dict(structure.partners), dict(capture.table.roles))
         known_by_rank = self.processes.gather_objects(known)
         partners: dict[str, tuple[str, ...]] = {}
         for _, partners_there, roles in reversed(known_by_rank):
             partners |= partners_there
             capture.table.add_roles(roles.values())
         structure.partners = partners
-        return join_layouts([layouts_there for layouts_there, *_ in known_by_rank])
+        return join_shapes([shapes_there for shapes_there, *_ in known_by_rank])
 
     def _compare(
         self,
@@ -362,13 +364,13 @@ class Replicas:
             )
 
     def _start_sums(
-        self, pool: Pool, layouts: Layouts, params: ModelParameters, processes: Processes
+        self, pool: Pool, shapes: ShapesByBlock, params: ModelParameters, processes: Processes
     ) -> SentSums:
-        """Begin to sum what was pooled over processes, in these layouts."""
+        """Begin to sum over processes what was pooled, blocks and sums of these shapes."""
         device = next(iter(params.by_name.values())).device
         sums: dict[BlockKey, BlockTensors] = {}
-        for key, layout in layouts.items():
-            sums[key] = _fill_layout(pool, key, layout, params.by_name[key.names[0]])
+        for key, sum_shapes in shapes.items():
+            sums[key] = _fill_missing_sums(pool, key, sum_shapes, params.by_name[key.names[0]])
         owners = {}
         if self._is_owned and sums.keys() <= self.placement.owners.keys():
             owners = self.placement.owners

@@ -55,8 +55,8 @@ _NO_TEXT = torch.zeros(1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
-class FactorLayout:
-    """A factor of a saved block, and the shape of the tensor that holds it."""
+class FactorShape:
+    """A factor of a saved block, and the shape of its saved tensor."""
 
     key: FactorKey
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class SavedRow:
 
     role: ParameterRole | None
     key: BlockKey | None
-    factors: Sequence[FactorLayout]
+    factors: Sequence[FactorShape]
 
 
 class TableWriter:
@@ -176,14 +176,14 @@ def _write_text(split: Sequence[int], factors: Factors) -> Tensor:
     return text
 
 
-def _read_text(text: Tensor) -> tuple[tuple[int, ...], list[FactorLayout]]:
+def _read_text(text: Tensor) -> tuple[tuple[int, ...], list[FactorShape]]:
     """Return row counts and factors; `_write_text` is the inverse."""
     decoded = bytes(text.tolist()).rstrip(b"\0").decode()
     first, *lines = decoded.split("\n")
     factors = []
     for line in lines:
         use, side, shape = line.split("\t")
-        factors.append(FactorLayout(FactorKey(use, side), _read_numbers(shape)))
+        factors.append(FactorShape(FactorKey(use, side), _read_numbers(shape)))
     return _read_numbers(first), factors
 
 

@@ -122,22 +122,22 @@ class CotangentPass:
         """Which uses of layers, and which outputs of compound ones, the covector reached."""
         return (*sorted(self.uses), *(delta is not None for delta in self.cotangents))
 
-    def run(self, ends: Sequence[int], names: Sequence[str]) -> None:
+    def run(self, last_uses: Sequence[int], names: Sequence[str]) -> None:
         """Pull the covector back to parameters of these names, and measure all uses of layers.
 
-        `ends` are the uses below which there is no other, where the parameters do not suffice.
+        `last_uses` are those below which there is no other; empty where `names` are all parameters.
         """
         forward = self.descent.forward
         compound_edges = forward.compound_edges
         leaves = [forward.leaves[name] for name in names]
-        targets = [*(forward.edges[i] for i in ends), *compound_edges, *leaves]
+        targets = [*(forward.edges[i] for i in last_uses), *compound_edges, *leaves]
         uses = range(len(self._entries))
         pulled_back = forward.pull(self.descent.covector, targets, uses, self.measure)
-        first_gradient = len(ends) + len(compound_edges)
-        self.cotangents = pulled_back[len(ends) : first_gradient]
+        first_gradient = len(last_uses) + len(compound_edges)
+        self.cotangents = pulled_back[len(last_uses) : first_gradient]
         self.gradients = dict(zip(names, pulled_back[first_gradient:], strict=True))
-        del pulled_back[len(ends) :]
-        for i in reversed(ends):  # the first layers' cotangents are large, and not kept
+        del pulled_back[len(last_uses) :]
+        for i in reversed(last_uses):  # the first layers' cotangents are large, and not kept
             if (delta := pulled_back.pop()) is not None:
                 self.measure(i, delta)
             del delta
@@ -188,7 +188,7 @@ class CotangentPass:
             entry.module, entry.input, delta, roles, use.sharing, entry.normalization
         )
         if use.rows.shape.numel() > _LIMITS.unit_sums:
-            _form_units([use])
+            _compute_pending_unit_moments([use])
 
     def _measure_factors(self, use: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
         """Form the moments of inputs and outputs of a layer with weight or bias."""
@@ -228,8 +228,9 @@ class CotangentPass:
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add what was measured to the blocks of the plan."""
         uses = [use for _, use in sorted(self.uses.items())]
-        _form_units(uses)
-        form_inputs([use for use in uses if plan.weight_block(use.entry.names) is not None])
+        _compute_pending_unit_moments(uses)
+        with_weight_block = [u for u in uses if plan.weight_block(u.entry.names) is not None]
+        compute_pending_input_moments(with_weight_block)
         for use in uses:
             if use.units is not None:
                 _add_units(pool, plan, use, use.units)
@@ -311,7 +312,7 @@ class UserPass:
                 self._pending.append(use)
                 self._pending_entries += use.layer_input.input.numel()
             if self._pending_entries > _LIMITS.pending_inputs:
-                form_inputs(self._pending)
+                compute_pending_input_moments(self._pending)
                 self._pending = []
                 self._pending_entries = 0
 
@@ -354,8 +355,8 @@ def are_sums_equal(descent: Descent, actual: AllSums, expected: AllSums) -> bool
     return True
 
 
-def _form_units(uses: Sequence[UseMoments]) -> None:
-    """Form Σ rows rowsᵀ of all uses that have rows, of uses with one join key at once."""
+def _compute_pending_unit_moments(uses: Sequence[UseMoments]) -> None:
+    """Compute Σ rows rowsᵀ of all uses whose rows wait for it, of one join key at once."""
     batches: dict[Any, list[UseMoments]] = {}
     for use in uses:
         if use.rows is not None:
@@ -367,8 +368,8 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
             use.units = units
 
 
-def form_inputs(uses: Sequence[UseMoments]) -> None:
-    """Form Σ āāᵀ of all uses that have a layer input, of uses of one layer and shape at once."""
+def compute_pending_input_moments(uses: Sequence[UseMoments]) -> None:
+    """Compute Σ āāᵀ of all uses whose inputs wait for it, of one layer and shape at once."""
     batches: dict[Any, list[UseMoments]] = {}
     for use in uses:
         if use.layer_input is not None:
@@ -380,11 +381,11 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
         if shape:
             size = max(1, _LIMITS.input_moments // shape[-1] ** 2)
         for start in range(0, len(batch), size):
-            _form_batch(layer, sharing, batch[start : start + size])
+            _compute_batch(layer, sharing, batch[start : start + size])
 
 
-def _form_batch(layer: Layer, sharing: Sharing, uses: Sequence[UseMoments]) -> None:
-    """Form Σ āāᵀ of uses of one layer and shape, by one product, and let their inputs go."""
+def _compute_batch(layer: Layer, sharing: Sharing, uses: Sequence[UseMoments]) -> None:
+    """Compute Σ āāᵀ of uses of one layer and shape by one product, and let their inputs go."""
     layer_inputs = [use.layer_input for use in uses if use.layer_input is not None]
     moments_by_use = layer.input_moments_of_uses(layer_inputs, sharing)
     packed = pack_stacked([moments.second for moments in moments_by_use])

@@ -71,8 +71,12 @@ class Coupling:
         flat = matrix.to(x.dtype) @ moved.reshape(len(moved), -1)
         return flat.view(moved.shape).movedim(0, axis)
 
-    def related_covector(self, covector: Tensor, axis: int) -> Tensor:
-        """Return φ_i = (L⁻ᵀε)_i P_i v for the covector ε_i P_i v: E[(Jᵀφ)²] = diag(JᵀMJ)."""
+    def relate_covector(self, covector: Tensor, axis: int) -> Tensor:
+        """Return φ_i = (L⁻ᵀε)_i P_i v for the covector ε_i P_i v, whose signs are ε.
+
+        Other than those of the covector itself, the squares of its gradient are an estimate of the
+        metric's diagonal: E[(Jᵀφ)²] = diag(JᵀMJ).
+        """
         factor = (self.inverse.mT @ self.signs) * self.signs
         shape = _shape_along(axis, covector.ndim)
         return covector * factor.to(covector.dtype).view(shape)
@@ -113,7 +117,7 @@ class Coupling:
         return {n: f"{cause} {reason}" for n, reason in reasons.items() if n is not None}
 
     def compute_input_moments(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
-        """Return Σ āāᵀ of L⁻¹ā with ā = (a, 1); its positions are counted as by 1ᵀK⁻¹1."""
+        """Return the moments of L⁻¹(a, 1): second aᵀK⁻¹a, first aᵀK⁻¹1, and count 1ᵀK⁻¹1."""
         axis = find_samples_axis(entry, sharing)
         whitened = entry.layer.input_moments(entry.module, self.whiten(x, axis), sharing, None)
         weights = self.inverse.mT @ self.inverse.sum(1)  # K⁻¹1
@@ -402,14 +406,16 @@ class Descent:
 
     @cached_property
     def axis(self) -> int:
+        """The covector's axis of samples."""
         return min(self.sharing.batch_dim, self.covector.ndim - 1)
 
     @property
     def samples(self) -> int:
+        """How many samples the covector has."""
         return self.covector.shape[self.axis]
 
     def signature(self, separates_samples: bool) -> tuple[Any, ...]:
-        """Return what tells this way through the model from others, with the sizes that matter."""
+        """Return a key that is equal for two passes if one `Route` is proven for both."""
         record = self.forward.record
         separated = self._list_separated(separates_samples)
         return (
@@ -427,13 +433,14 @@ class Descent:
         will = torch._C._will_engine_execute_node
         return tuple([i for i, edge in enumerate(self.forward.edges) if will(edge.node)])
 
-    def would_show_mixing(self, covector: Tensor) -> bool:
-        """Return True if a covector, this one with random signs, has other sums if samples meet.
+    def can_prove_separation(self, signed: Tensor) -> bool:
+        """Return True if equal sums of this covector and of `signed` prove that no samples meet.
 
-        It has the same sums where all samples have one sign. One sample has nothing to show.
+        `signed` is this covector with a random sign for each sample. If all signs are the same,
+        sums are equal in any case. A single sample meets no other.
         """
-        is_equal = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
-        return self.samples == 1 or not is_equal
+        is_same = torch.equal(signed, self.covector) or torch.equal(signed, -self.covector)
+        return self.samples == 1 or not is_same
 
     def draw_everywhere(self) -> Tensor:
         """Return a fixed random covector, nonzero everywhere and about as long as the metric's."""

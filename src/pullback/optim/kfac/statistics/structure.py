@@ -23,7 +23,14 @@ from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, Bases, BlockKey, BlockKind
 from ..options import Options
 from .compound import add_map_moments, compute_tap_moments, list_map_uses
-from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, are_sums_equal, form_inputs
+from .cotangents import (
+    AllSums,
+    CotangentPass,
+    UseMoments,
+    UserPass,
+    are_sums_equal,
+    compute_pending_input_moments,
+)
 from .covectors import (
     Covectors,
     Descent,
@@ -58,10 +65,10 @@ class Route:
     plan: BlockPlan
     #: by use of a layer, where its samples stand
     layouts: Sequence[str]
-    #: which uses of layers, and which ends of compound ones, a covector reaches
+    #: which uses of layers, and which outputs of compound ones, a covector reaches
     reached: tuple[Any, ...]
     #: the uses below which there is no other
-    last: list[int]
+    last_uses: list[int]
     #: by modules' modes, whether the user's own backward pass gives the same sums
     agrees_with_user_pass: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
@@ -114,12 +121,12 @@ class BlockStructure:
     def measure_user_pass(
         self, loss_descent: Descent, add: Callable[[AllSums], None], *, is_trial: bool = False
     ) -> bool:
-        """Return whether the user's own pass gives the sums; at its end `add` receives them.
+        """Measure along the user's own backward pass; return False if that cannot give the sums.
 
-        It does where a trial on this route has given what a second pass did; the trial itself is
-        made once per route. Sums differ if samples meet, as in batch normalization, since their
-        signs matter then, or if the loss depends on the layers by another way than the measured
-        output.
+        At the end of that pass `add` receives the sums. They are those of a second pass where a
+        trial on this route has shown it (`is_trial`, once per route). They differ if samples meet,
+        as in batch normalization, since their signs matter then, or if the loss depends on the
+        layers by another way than the measured output.
         """
         signature = loss_descent.signature(self._separates_samples)
         modes = loss_descent.forward.record.modes
@@ -138,11 +145,11 @@ class BlockStructure:
         if has_diagonals or loss_descent.find_upcoming() != route.reached:
             return False
 
-        def finish(down: CotangentPass) -> None:
+        def finish(cotangent_pass: CotangentPass) -> None:
             pool = Pool()
-            if down.reached_uses == route.reached:
+            if cotangent_pass.reached_uses == route.reached:
                 self._adopt_plan(route.plan)
-                self._add(down, route.plan, pool)
+                self._add(cotangent_pass, route.plan, pool)
                 add(pool.sums)
             elif is_trial:
                 route.agrees_with_user_pass[modes] = False
@@ -162,7 +169,7 @@ class BlockStructure:
         modes = loss_descent.forward.record.modes
         if route is None or modes in route.agrees_with_user_pass:
             return
-        if not loss_descent.would_show_mixing(covector):
+        if not loss_descent.can_prove_separation(covector):
             return
         agreement = route.agrees_with_user_pass
 
@@ -184,7 +191,7 @@ class BlockStructure:
         itself. The sums are complete when the `thread` has done its tasks.
         """
         pool = Pool()
-        descend = partial(
+        make_descent = partial(
             Descent,
             forward=forward,
             sharing=self._sharing,
@@ -193,7 +200,7 @@ class BlockStructure:
         needs_inputs = covectors.reach is None
         if covectors.reach is not None:  # inputs count where any of the covectors reaches
             reached = Pool()
-            self._pull(descend(covector=covectors.reach, inputs=True), reached)
+            self._pull(make_descent(covector=covectors.reach, inputs=True), reached)
             for key, sums in reached.sums.items():
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in covectors.pairs:
@@ -201,7 +208,7 @@ class BlockStructure:
                 unrelated = {}
             else:
                 unrelated = coupling.find_unrelated(forward.record, self._sharing)
-            descent = descend(
+            descent = make_descent(
                 covector=covector,
                 inputs=needs_inputs,
                 coupling=coupling,
@@ -253,7 +260,8 @@ class BlockStructure:
             for entry in record.entries
             if entry.names.get("weight") and entry.input.numel()  # no rows have no mean
         ]
-        form_inputs([use for use in uses if use.entry.layer.curvature == "kronecker"])
+        linear_uses = [use for use in uses if use.entry.layer.curvature == "kronecker"]
+        compute_pending_input_moments(linear_uses)
         return uses
 
     def _add_compound_inputs(
@@ -286,18 +294,22 @@ class BlockStructure:
                 del self._routes[next(iter(self._routes))]
 
     def _follow(self, descent: Descent, route: Route, pool: Pool) -> bool:
-        """Pull back on a known route; False, and nothing added, if it is another one."""
-        down = CotangentPass(descent, route.layouts, route.plan.diagonals, self.bases)
-        down.run(route.last, [n for n in route.plan.diagonals if n in descent.forward.leaves])
-        if down.reached_uses != route.reached:
+        """Pull a covector back on a known route and add its sums.
+
+        Return False, with nothing added, if the covector took another route.
+        """
+        cotangent_pass = CotangentPass(descent, route.layouts, route.plan.diagonals, self.bases)
+        diagonals = [n for n in route.plan.diagonals if n in descent.forward.leaves]
+        cotangent_pass.run(route.last_uses, diagonals)
+        if cotangent_pass.reached_uses != route.reached:
             return False
         if descent.forward.record.compounds:
-            add_map_moments(_replay_compounds(down), descent, pool, route.plan)
+            add_map_moments(_replay_compounds(cotangent_pass), descent, pool, route.plan)
         self._adopt_plan(route.plan)
         if descent.thread is None:
-            self._add(down, route.plan, pool)
+            self._add(cotangent_pass, route.plan, pool)
         else:
-            descent.thread.do(partial(self._add, down, route.plan, pool))
+            descent.thread.do(partial(self._add, cotangent_pass, route.plan, pool))
         return True
 
     def _prove_everywhere(self, descent: Descent, pool: Pool) -> ProvenRoute | None:
@@ -321,21 +333,23 @@ class BlockStructure:
         forward = descent.forward
         proof = Proof()
         layouts = descent.locate_samples(self._separates_samples)
-        down = CotangentPass(descent, layouts, descent.unrelated, self.bases, proof)
-        down.run([], list(forward.leaves))
-        if any(g is None for g in down.gradients.values()):
+        cotangent_pass = CotangentPass(descent, layouts, descent.unrelated, self.bases, proof)
+        cotangent_pass.run([], list(forward.leaves))
+        if any(g is None for g in cotangent_pass.gradients.values()):
             refuse_reentrant(forward.root)
-        replays = _replay_compounds(down)
+        replays = _replay_compounds(cotangent_pass)
         replays.prove(proof)
-        _check_gradients(down.gradients)
-        plan = self._make_plan(descent, layouts, replays, proof.find_unexplained(down.gradients))
-        ends = find_last_edges(forward.root, forward.edges[: len(layouts)])
+        _check_gradients(cotangent_pass.gradients)
+        unexplained = proof.find_unexplained(cotangent_pass.gradients)
+        plan = self._make_plan(descent, layouts, replays, unexplained)
+        last_uses = find_last_edges(forward.root, forward.edges[: len(layouts)])
         add_map_moments(replays, descent, pool, plan)
         self._adopt_plan(plan)
-        self._add(down, plan, pool)
-        norms = _compute_norms({n: g for n, g in down.gradients.items() if n not in plan.diagonals})
+        self._add(cotangent_pass, plan, pool)
+        explained = {n: g for n, g in cotangent_pass.gradients.items() if n not in plan.diagonals}
+        norms = _compute_norms(explained)
         is_certain = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
-        return ProvenRoute(Route(plan, layouts, down.reached_uses, ends), is_certain)
+        return ProvenRoute(Route(plan, layouts, cotangent_pass.reached_uses, last_uses), is_certain)
 
     def _make_plan(
         self,
@@ -365,7 +379,7 @@ class BlockStructure:
         return BlockPlan(uses, diagonals, self._options.joint, remarks)
 
     def _adopt_plan(self, plan: BlockPlan) -> None:
-        """Take the blocks of this plan for those of its parameters from now on."""
+        """Let the parameters of this plan have its blocks from now on."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -388,15 +402,15 @@ class BlockStructure:
                     partners[name] = key.names
         return partners
 
-    def _add(self, down: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
+    def _add(self, cotangent_pass: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
         """Add what one pass measured, and the squared gradients of parameters held as diagonals."""
-        descent = down.descent
-        down.add_to(pool, plan)
+        descent = cotangent_pass.descent
+        cotangent_pass.add_to(pool, plan)
         forward = descent.forward
         names = [n for n in plan.diagonals if n in forward.leaves]
-        gradients = [down.gradients.get(n) for n in names]
+        gradients = [cotangent_pass.gradients.get(n) for n in names]
         if descent.coupling is not None and names:  # theirs is another covector
-            related = descent.coupling.related_covector(descent.covector, descent.axis)
+            related = descent.coupling.relate_covector(descent.covector, descent.axis)
             gradients = pull_back(forward.root, related, [forward.leaves[n] for n in names])
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
@@ -405,15 +419,15 @@ class BlockStructure:
                 sums.add(DIAGONAL, flat.square()[:, None, None])
 
 
-def _replay_compounds(down: CotangentPass) -> CompoundReplays:
+def _replay_compounds(cotangent_pass: CotangentPass) -> CompoundReplays:
     """Return the compound layers that the covector reached.
 
     Where the metric relates samples their parameters are held as diagonals: none is replayed.
     """
-    cotangents: Sequence[Tensor | None] = down.cotangents
-    if down.descent.coupling is not None:
+    cotangents: Sequence[Tensor | None] = cotangent_pass.cotangents
+    if cotangent_pass.descent.coupling is not None:
         cotangents = [None] * len(cotangents)
-    return CompoundReplays(down.descent.forward, cotangents)
+    return CompoundReplays(cotangent_pass.descent.forward, cotangents)
 
 
 def _find_weights_without_rows(record: ForwardRecord) -> list[str]:

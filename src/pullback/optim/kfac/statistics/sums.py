@@ -257,9 +257,9 @@ class SumKey(NamedTuple):
 
 
 BlockTensors = dict[SumKey, FactorMatrix]
-BlockLayout = dict[SumKey, tuple[tuple[int, ...], torch.dtype]]
-#: shapes and dtypes of all sums, by block
-Layouts = dict[BlockKey, BlockLayout]
+#: shape and dtype of each of a block's sums
+SumShapes = dict[SumKey, tuple[tuple[int, ...], torch.dtype]]
+ShapesByBlock = dict[BlockKey, SumShapes]
 
 
 def list_sums(sums: Sums) -> BlockTensors:
@@ -288,47 +288,52 @@ def join_sums(tensors: BlockTensors) -> Sums:
     return sums
 
 
-def describe_layout(tensors: BlockTensors) -> BlockLayout:
+def describe_shapes(tensors: BlockTensors) -> SumShapes:
     """Return shape and dtype of each of a block's sums."""
     return {k: (tuple(tensor.shape), get_entries(tensor).dtype) for k, tensor in tensors.items()}
 
 
-def join_layouts(layouts_by_rank: Sequence[Layouts]) -> Layouts:
+def join_shapes(shapes_by_rank: Sequence[ShapesByBlock]) -> ShapesByBlock:
     """Return the blocks that any process saw; raise where they contradict each other.
 
     A process without samples, or whose samples passed other layers, adds nothing to a block that
     others saw. One that sees a parameter in another block is an error on all of them.
     """
-    joined: Layouts = {}
+    joined: ShapesByBlock = {}
     first_views: dict[str, tuple[int, BlockKey]] = {}
-    for rank, layouts in enumerate(layouts_by_rank):
-        for key, layout in layouts.items():
-            joined_layout = joined.setdefault(key, {})
-            is_consistent = all(joined_layout.get(k, layout[k]) == layout[k] for k in layout)
+    for rank, shapes in enumerate(shapes_by_rank):
+        for key, sum_shapes in shapes.items():
+            joined_shapes = joined.setdefault(key, {})
+            is_consistent = all(
+                joined_shapes.get(k, sum_shapes[k]) == sum_shapes[k] for k in sum_shapes
+            )
             for name in key.names:
                 first_rank, first_key = first_views.setdefault(name, (rank, key))
                 if first_key != key or not is_consistent:
-                    first_view = _describe_block(first_key, layouts_by_rank[first_rank])
+                    first_view = _describe_block(first_key, shapes_by_rank[first_rank])
                     raise PullbackError(
                         f"The processes see {name!r} otherwise",
                         f"process {first_rank} has {first_view} and process {rank} "
-                        f"{_describe_block(key, layouts)}",
+                        f"{_describe_block(key, shapes)}",
                         "Let all of them use its layer in the same way, in the same precision",
                     )
-            joined_layout |= layout
+            joined_shapes |= sum_shapes
     ordered_keys = sorted(joined, key=lambda key: key.names)
     return {key: dict(sorted(joined[key].items())) for key in ordered_keys}
 
 
-def _describe_block(key: BlockKey, layouts: Layouts) -> str:
+def _describe_block(key: BlockKey, shapes: ShapesByBlock) -> str:
     """Return a block's kind, parameters, shapes and dtype in words, for an error."""
-    layout_items = layouts[key].items()
-    values = [layout for at, layout in layout_items if at.quantity is Quantity.VALUES]
-    shapes = [shape for shape, _ in values]
+    factor_shapes = []
+    dtypes = []
+    for sum_key, (shape, dtype) in shapes[key].items():
+        if sum_key.quantity is Quantity.VALUES:
+            factor_shapes.append(shape)
+            dtypes.append(dtype)
     parameters = ""
     if len(key.names) > 1:
         parameters = f" of {' and '.join(key.names)}"
-    return f"a {key.kind} block{parameters} with sides {shapes} in {values[0][1]}"
+    return f"a {key.kind} block{parameters} with sides {factor_shapes} in {dtypes[0]}"
 
 
 def make_zeros(
