@@ -268,7 +268,7 @@ def _make_named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
     names = {**accepted, "spectral": ("damping",), "adam": ()}[name]
     for option in shortcuts:
         if option == "likelihood" and name == "spectral":
-            continue
+            continue  # it reads nothing of the outputs, so that any likelihood goes with it
         if option not in names:
             raise _make_option_error(option, make())
     return make(**{n: v for n, v in shortcuts.items() if n in names})

@@ -175,7 +175,10 @@ class StepView:
         return _find_next_damping(memory.numbers["step"])
 
     def _solve(self, damping: Any, memory: StepMemory) -> Solution:
-        """Return the direction, and from the second call on refresh for another damping first."""
+        """Return the direction at this damping; the first call takes the inverses as they are.
+
+        A later call refreshes them if they are those of another damping.
+        """
         if damping is not None and self._has_solved and float(damping) != memory.inverted_damping:
             self.updates = self.refresh(float(damping))
             memory.inverted_damping = float(damping)
@@ -187,6 +190,7 @@ class StepView:
         return self.problem.space.flatten({n: by_name.get(n) for n in self.problem.params})
 
     def _flatten_directions(self) -> Tensor:
+        """Return the directions of all updates as one vector, (p,)."""
         by_name: dict[str, Tensor] = {}
         for update in self.updates:
             by_name |= zip(update.names, update.directions, strict=True)
@@ -201,6 +205,7 @@ class StepView:
         return self._flatten(by_name)
 
     def _common_rate(self) -> float | None:
+        """Return the learning rate if it is the same for all parameters, else None."""
         rates = {float(update.lr) for update in self.updates}
         return rates.pop() if len(rates) == 1 else None
 

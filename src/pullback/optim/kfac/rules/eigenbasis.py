@@ -47,8 +47,11 @@ class EigenbasisState(RuleState):
     #: steps in the moments, (B,)
     steps: Tensor
 
-    def follow(self, left: BasisTurn | None, right: BasisTurn | None) -> None:
-        """Take new bases, and turn the first moment with them; None for a diagonal factor."""
+    def turn(self, left: BasisTurn | None, right: BasisTurn | None) -> None:
+        """Take turned bases, and bring the first moment to their coordinates.
+
+        None stands for a diagonal factor, whose basis is the identity.
+        """
         row_rotation: Tensor | None = None
         column_rotation: Tensor | None = None
         if left is not None:
@@ -66,10 +69,10 @@ class Eigenbasis(Rule):
         g = Uᵀ G W,   m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   Δ = U (m̂/√v̂) Wᵀ,
 
     with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
-    they turn, m turns with them; v, which varies less from coordinate to coordinate, stays.
-    Rotations of a layer's inputs and outputs are not noticed. To √v̂
-    the round-off of a coordinate is added, so that directions without a gradient stay at rest.
-    First bases of large sides are divided over the first steps; until then AdamW moves a matrix.
+    they turn, m turns with them; v, which varies less from coordinate to coordinate, stays. The
+    step does not depend on rotations of a layer's inputs and outputs. To √v̂ the round-off of a
+    coordinate is added, so that directions without a gradient stay at rest. First bases of large
+    sides are divided over the first steps; until then AdamW moves a matrix.
 
     Relatives: SOAP (Vyas et al., 2024, arXiv:2409.11321) does the same in the eigenbases of
     Shampoo's factors GGᵀ and GᵀG (Gupta et al., 2018, arXiv:1802.09568) instead of K-FAC's. EKFAC
@@ -152,9 +155,9 @@ class Eigenbasis(Rule):
                 state.left = _find_basis(stack.pair.output_factor, state.left)
                 state.right = _find_basis(stack.pair.input_factor, state.right)
             else:
-                state.follow(next(turns), next(turns))
+                state.turn(next(turns), next(turns))
             report = RefreshReport()
-            for block in _broken_blocks(state.left, state.right):
+            for block in _find_broken_blocks(state.left, state.right):
                 report.fail(block, "its eigenbases were not found")
             yield report
 
@@ -181,7 +184,7 @@ class Eigenbasis(Rule):
         unbias1 = 1 - beta1**steps
         root_unbias2 = (1 - beta2**steps).sqrt_()
         sizes = list(torch._foreach_sqrt(second))
-        offsets = _find_noise(stacks).add_(root_unbias2, alpha=self.eps)
+        offsets = _find_round_off(stacks).add_(root_unbias2, alpha=self.eps)
         torch._foreach_add_(sizes, _split_by_stack(offsets, stacks))
         ratios = list(torch._foreach_div(first, sizes))
         torch._foreach_mul_(ratios, _split_by_stack(root_unbias2.div_(unbias1), stacks))
@@ -201,7 +204,7 @@ def _find_basis(factor: Tensor, basis: Tensor | None) -> Tensor | None:
 def _turn_all(
     averages: Sequence[FactorAverages], states: Sequence[RuleState]
 ) -> list[BasisTurn | None]:
-    """Return the turns of left and right bases of all stacks that have bases already."""
+    """Return two turns for each stack that has bases already: of its rows and of its columns."""
     factors: list[Tensor] = []
     bases: list[Tensor | None] = []
     for stack, state in zip(averages, states, strict=True):
@@ -212,7 +215,7 @@ def _turn_all(
     return turn_bases(factors, bases)
 
 
-def _broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
+def _find_broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
     """Return the blocks one of whose bases is not finite."""
     bases = [basis for basis in (left, right) if basis is not None]
     # entries are at most 1, so that sums are finite if all of them are
@@ -220,10 +223,10 @@ def _broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
     return [block for block, total in enumerate(sums.tolist()) if not isfinite(total)]
 
 
-def _find_noise(stacks: Sequence[EigenbasisState]) -> Tensor:
+def _find_round_off(stacks: Sequence[EigenbasisState]) -> Tensor:
     """Return the round-off of the coordinates of every block of all stacks."""
     mean_squares = torch.cat([state.second.mean((1, 2)) for state in stacks])
-    return mean_squares.sqrt_().mul_(max(map(_round_off, stacks)))
+    return mean_squares.sqrt_().mul_(max(map(_find_relative_round_off, stacks)))
 
 
 def _split_by_stack(numbers: Tensor, stacks: Sequence[EigenbasisState]) -> list[Tensor]:
@@ -231,7 +234,7 @@ def _split_by_stack(numbers: Tensor, stacks: Sequence[EigenbasisState]) -> list[
     return list(numbers.view(-1, 1, 1).split([len(state.steps) for state in stacks]))
 
 
-def _round_off(state: EigenbasisState) -> float:
+def _find_relative_round_off(state: EigenbasisState) -> float:
     """Return the round-off of a coordinate over the root mean square of all."""
     dtypes = {basis.dtype for basis in (state.left, state.right) if basis is not None}
     return _ROUND_OFF * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)

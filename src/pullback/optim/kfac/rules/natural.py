@@ -125,8 +125,8 @@ class Natural(Rule):
         refuse_combinations(self.estimation, self.damping)
 
     @property
-    def _is_exact(self) -> bool:
-        """Whether R ⊗ C + λ is inverted as it stands, in the eigenbases of its factors."""
+    def _uses_eigenbases(self) -> bool:
+        """Whether R ⊗ C + λ itself is inverted, in the eigenbases of its factors."""
         return self.damping.exact or self.ekfac
 
     def accepts(self, role: Role) -> bool:
@@ -149,7 +149,7 @@ class Natural(Rule):
             left = shape.zeros(blocks, rows, rows)
         else:
             left = None
-        if self._is_exact:
+        if self._uses_eigenbases:
             if shape.dense_columns:
                 right = shape.zeros(blocks, columns, columns)
             else:
@@ -294,8 +294,8 @@ class Natural(Rule):
             report.fail(block, "its sides could not be inverted")
         for name, rank in zip(("output", "input"), inverse.ranks, strict=True):
             if rank is not None:
-                least = f"rank {int(rank.min())}, inverted on its range"
-                report.note(block, f"its {name} side is singular: {least}")
+                description = f"rank {int(rank.min())}, inverted on its range"
+                report.note(block, f"its {name} side is singular: {description}")
         return inverse.matrices
 
     # --- eigenbases -------------------------------------------------------------------------------
@@ -367,6 +367,7 @@ class Natural(Rule):
             return averages.normalize()
         if state.spectrum is None or state.mass is None or not bool((state.mass > 0).all()):
             return averages.normalize()
+        # copies, since `observe` and `rescale` change the state in place
         if state.left is None:
             left = None
         else:
