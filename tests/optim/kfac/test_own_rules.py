@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.grams.kronecker import Pair
-from pullback.optim.kfac import Eigenbasis, Natural, Rule, Spectral, Statistics
+from pullback.optim.kfac import Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
 from pullback.optim.kfac.rules import REFRESHED, RefreshReport, RuleState
 
 from ..common import refused, vector
@@ -369,3 +369,19 @@ def test_a_renamed_layer_keeps_its_averages() -> None:
     train(opt, model, 4, 3)
     train(resumed, other, 4, 3)
     assert torch.equal(vector(model), vector(other))
+
+
+def test_others_and_estimation_reach_a_rule_without_a_constructor() -> None:
+    """They were ignored without a word, as any argument was."""
+    rule = Scaled(others=Descent(), estimation=Estimation(ema=0.5))
+    assert rule.estimation.ema == 0.5
+    model = net()
+    x, y = batch()
+    optimizer = pb.KFAC(model, rule=rule)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert {row.rule for row in optimizer.coverage()} == {"scaled", "descent"}
+    with pytest.raises(TypeError, match="lr"):
+        Scaled(lr=0.1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="positional"):
+        Scaled(0.1)  # pyright: ignore[reportCallIssue]

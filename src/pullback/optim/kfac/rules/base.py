@@ -351,6 +351,13 @@ class Rule(ABC):
             raise _make_class_error(cls, "it has no name", "Declare name = '...'")
         return super().__new__(cls)
 
+    def __init__(self, *, others: Rule | None = None, estimation: Estimation | None = None) -> None:
+        """Set what every rule may be told; a rule with options of its own may call it."""
+        if others is not None:
+            self.others = others
+        if estimation is not None:
+            self.estimation = estimation
+
     @abstractmethod
     def init(self, shape: BlockShape) -> RuleState:
         """Return the state of blocks that have no averages yet."""
