@@ -317,9 +317,9 @@ def test_error_estimates_of_slabs(problem: Any) -> None:
 
 def test_slabs_before_the_last_one_are_solved_to_a_smaller_tolerance() -> None:
     class Tolerances(SlabMarch):
-        def _keep(self, run: Run, solution: pde.PDESolution, end: float) -> bool:
+        def _append_slab(self, run: Run, solution: pde.PDESolution, end: float) -> bool:
             tolerances.append(solution.verdict.stop.limit)
-            return super()._keep(run, solution, end)
+            return super()._append_slab(run, solution, end)
 
     tolerances: list[float] = []
     limits = Limits(steps=60, tol=0.5, patience=None, budget=None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.pde.judgement.stop import Stop, StopReason
-from pullback.pde.judgement.verdict import PDEVerdict, exact_level
+from pullback.pde.judgement.verdict import PDEVerdict, find_exact_level
 from pullback.pde.runs.progress import Log
 from pullback.steps import TargetRatio
 
@@ -133,7 +133,7 @@ def test_verdicts_say_what_is_missing() -> None:
     assert "another may contradict it" in replace(stuck, relative=0.1, fresh_loss=1e-9).text
     assert stuck.alarming
     assert "of their terms; the error is unknown. A wider or deeper network would" in stuck.text
-    single = replace(stuck, exact=exact_level(torch.finfo(torch.float32).eps))
+    single = replace(stuck, exact=find_exact_level(torch.finfo(torch.float32).eps))
     assert "A wider or deeper network in float64 would" in single.text
     assert not replace(single, relative=1.5e-6).alarming
     energy = replace(ended, relative=math.nan)

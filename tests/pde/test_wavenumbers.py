@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.networks.wavenumbers import oscillation
+from pullback.pde.networks.wavenumbers import estimate_oscillation
 from pullback_experiments.problems import Cavity
 
 pi = math.pi
@@ -110,7 +110,7 @@ def fokker_planck() -> pde.Problem:
 def test_wave_numbers_of_data_and_operators(
     problem: pde.Problem, expected: tuple[float, ...]
 ) -> None:
-    wavenumbers = oscillation(problem).wavenumbers
+    wavenumbers = estimate_oscillation(problem).wavenumbers
     want = torch.tensor(expected, dtype=torch.float64)
     off = (wavenumbers - want) * (problem.domain.high - problem.domain.low) / pi
     assert float(off.abs().max()) < 0.06 * float(want.max()) + 0.3  # in half waves
@@ -119,14 +119,14 @@ def test_wave_numbers_of_data_and_operators(
 def test_a_bump_is_no_wave() -> None:
     """Its spectrum is broad, and has no peak; a sum of sines would be a poor network for it."""
     problem = fokker_planck()
-    estimate = oscillation(problem)
+    estimate = estimate_oscillation(problem)
     assert float(estimate.half_waves.max()) > 5
-    assert not estimate.waves
+    assert not estimate.has_waves
     assert any(isinstance(m, nn.Tanh) for m in pde.network_for(problem).modules())
 
 
 def test_waves_in_time_follow_those_in_space() -> None:
-    space, time = oscillation(string(5.0)).wavenumbers.tolist()
+    space, time = estimate_oscillation(string(5.0)).wavenumbers.tolist()
     assert 3 * pi <= space < 5 * pi
     assert time == pytest.approx(space, rel=0.06)
 
@@ -141,7 +141,7 @@ def test_schroedinger_is_a_system_of_waves() -> None:
         ],
         fields=("u", "v"),
     )
-    space, time = oscillation(problem).wavenumbers.tolist()
+    space, time = estimate_oscillation(problem).wavenumbers.tolist()
     assert space == pytest.approx(5, rel=0.1)
     assert time == pytest.approx(space**2, rel=0.1)
 
@@ -150,9 +150,9 @@ def test_schroedinger_is_a_system_of_waves() -> None:
     "problem", [pde.Poisson(2), pde.Heat(1), pde.Burgers(), Cavity(), pde.LogFokkerPlanck(2)]
 )
 def test_what_is_smooth_has_few_half_waves(problem: pde.Problem) -> None:
-    estimate = oscillation(problem)
+    estimate = estimate_oscillation(problem)
     assert float(estimate.half_waves.max()) < 3
-    assert not estimate.waves
+    assert not estimate.has_waves
     inner = pde.network_for(problem).network
     assert isinstance(inner, nn.Sequential)
     assert any(isinstance(m, nn.Tanh) for m in inner)
@@ -171,7 +171,7 @@ def test_sources_from_numpy_on_a_disk_with_measured_points() -> None:
         ],
         sources={"f": lambda x: torch.from_numpy(np.sin(30 * x.numpy()))},
     )
-    across, along = oscillation(problem).wavenumbers.tolist()
+    across, along = estimate_oscillation(problem).wavenumbers.tolist()
     assert across == pytest.approx(30, abs=2)
     assert along == 0
 

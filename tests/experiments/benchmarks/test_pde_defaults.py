@@ -12,7 +12,7 @@ import torch
 
 from pullback import pde
 from pullback.pde.judgement.stop import Stop, StopReason
-from pullback.pde.judgement.verdict import PDEVerdict, exact_level
+from pullback.pde.judgement.verdict import PDEVerdict, find_exact_level
 from pullback_experiments.benchmarks import pde_defaults
 from pullback_experiments.problems import SETUPS
 from pullback_experiments.tables.numbers import record
@@ -39,7 +39,7 @@ def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
     best = find_smallest_errors()
     for name in ("pde-defaults", "pde-seeds"):
         for one in record(name)["runs"].values():
-            limit = exact_level(
+            limit = find_exact_level(
                 torch.finfo(torch.float32 if "single" in one["name"] else DOUBLE).eps
             )
             numbers = one["own"], one["fresh"], one["relative"]

@@ -14,7 +14,7 @@ from .sites import draw_sites
 
 #: points at which a condition is evaluated
 _POINTS = 64
-#: of the Laplacian
+#: the order of the Laplacian
 _SECOND_ORDER = 2
 
 
@@ -55,7 +55,7 @@ def has_ground_state_without_nodes(problem: Problem) -> bool:
 def find_constant_state(problem: Problem) -> float:
     """Return the constant c for which a normalizing integral of a power of u has its value.
 
-    It is 1 where there is none.
+    It is 1 where there is none. A network for an eigenvalue problem begins with it.
     """
     for condition in problem.conditions:
         if not condition.target:
@@ -81,13 +81,15 @@ def _integrate_constant(problem: Problem, integral: Condition, value: float) -> 
 def _find_order(problem: Problem, equation: Condition) -> int:
     """Return the order of an equation's highest derivative."""
     sites = draw_sites(problem, equation, _POINTS, "sobol", SEEDS.inspection)
-    indices = LocalResidual(problem, equation, sites).indices
-    return max(_SECOND_ORDER if index is None else len(index) for index in indices)
+    return LocalResidual(problem, equation, sites).order
 
 
 def _holds_for_zero(problem: Problem, condition: Condition) -> bool:
-    """Return True if the residual of a condition vanishes where all fields do."""
-    if not condition.vanishes:
+    """Return True if a condition holds for u = 0.
+
+    Energies and priors, which no solution meets exactly, do not speak against it.
+    """
+    if not condition.holds_exactly:
         return True
     if condition.target is not None:
         return condition.target == 0

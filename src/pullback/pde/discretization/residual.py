@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,13 @@ Key = tuple[int, str, Index | None]
 Derivatives = Mapping[Key, Tensor]
 #: gives the values (N,) of a field's derivative at a site
 DerivativeLookup = Callable[[int, str, Index | None], Tensor]
+
+
+class LinearizedResidual(NamedTuple):
+    """F and ∂F/∂c at some derivatives c: (N, R), and (N, R) by key."""
+
+    values: Tensor
+    slopes: dict[Key, Tensor]
 
 
 class LocalResidual:
@@ -133,8 +140,13 @@ class LocalResidual:
         """Return F, (N, R)."""
         return self.evaluate(lambda *key: derivatives[key])
 
-    def slopes(self, derivatives: Derivatives) -> tuple[Tensor, dict[Key, Tensor]]:
-        """Return F and ∂F/∂c, (N, R) by key."""
+    @property
+    def order(self) -> int:
+        """The order of the highest derivative that F asks for; the Laplacian's is 2."""
+        return max(2 if index is None else len(index) for index in self.indices)
+
+    def linearize(self, derivatives: Derivatives) -> LinearizedResidual:
+        """Return F and its slopes by the derivatives c."""
         leaves = {k: v.detach().clone().requires_grad_() for k, v in derivatives.items()}
         with torch.enable_grad():
             values = self(leaves)
@@ -143,13 +155,13 @@ class LocalResidual:
         slopes = {}
         for i, key in enumerate(leaves):
             slopes[key] = torch.stack([column[i] for column in gradients], 1)
-        return values.detach(), slopes
+        return LinearizedResidual(values.detach(), slopes)
 
     def is_affine(self, derivatives: Derivatives) -> bool:
         """Return True if the slopes at these values are those at other, made-up values."""
         others = {k: 1.7 * v + 0.3 * v.abs().mean() + 0.1 for k, v in derivatives.items()}
-        slopes = self.slopes(derivatives)[1]
-        other_slopes = self.slopes(others)[1]
+        slopes = self.linearize(derivatives).slopes
+        other_slopes = self.linearize(others).slopes
         return all(torch.allclose(slopes[k], other_slopes[k]) for k in derivatives)
 
 

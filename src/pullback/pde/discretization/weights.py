@@ -108,7 +108,7 @@ def measure_wave(problem: Problem, condition: Condition, sites: Sites) -> float:
         return math.prod(wavenumbers[i] for i in index)
 
     ones = torch.ones_like(sites[0].x[:, 0])
-    slopes = local.slopes({key: ones * size_of(key[2]) for key in local.keys})[1]
+    slopes = local.linearize({key: ones * size_of(key[2]) for key in local.keys}).slopes
     total = 0.0
     for (_, _, index), slope in slopes.items():
         total += float(slope.square().mean(0).sum()) * size_of(index) ** 2

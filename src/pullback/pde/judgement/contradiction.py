@@ -179,7 +179,7 @@ class ContradictionSearch:
     def _find_layer_width(self, rows: ConditionRows) -> float:
         """Return the width of the thinnest layer of an equation, as a share of the domain."""
         lengths = self._domain.high - self._domain.low
-        slopes = rows.local.slopes(rows.derivatives)[1]
+        slopes = rows.local.linearize(rows.derivatives).slopes
         by_field: dict[tuple[str, int], dict[int, float]] = {}
         for (_, field, index), slope in slopes.items():
             axes = (0, 0) if index is None else index

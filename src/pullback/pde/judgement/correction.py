@@ -245,9 +245,7 @@ def _find_highest_order(problem: Problem) -> int:
     for condition in problem.conditions:
         count = condition.region(problem.domain).point_count or 1
         sites = draw_sites(problem, condition, count, "sobol", SEEDS.inspection)
-        for index in LocalResidual(problem, condition, sites).indices:
-            order = 2 if index is None else len(index)
-            highest = max(highest, order)
+        highest = max(highest, LocalResidual(problem, condition, sites).order)
     return highest
 
 
@@ -389,7 +387,7 @@ class ConditionRows:
         for key, derivative in self.derivatives.items():
             coefficient = coefficients[fields.index(key[1])]
             corrected[key] = derivative + self.polynomials[key] @ coefficient
-        values, slopes = self.local.slopes(corrected)
+        values, slopes = self.local.linearize(corrected)
         count = values.shape[1]
         blocks = []
         for name in fields:

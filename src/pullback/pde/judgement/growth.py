@@ -77,7 +77,7 @@ def _collect_slopes(
     for condition in problem.conditions:
         if is_field_equation(condition):
             local = LocalResidual(problem, condition, (points,), unknowns)
-            by_equation.append(local.slopes(local.differentiate(trial))[1])
+            by_equation.append(local.linearize(local.differentiate(trial)).slopes)
     keys: set[Key] = set()
     for slopes in by_equation:
         keys |= slopes.keys()

@@ -96,7 +96,7 @@ class Coefficients:
         """Return all coefficients at points (N, d): (N, C)."""
         local = self._localize(x)
         value = torch.full_like(x[:, 0], self._value)
-        slopes = local.slopes(dict.fromkeys(local.keys, value))[1]
+        slopes = local.linearize(dict.fromkeys(local.keys, value)).slopes
         columns = []
         for (_, _, index), slope in slopes.items():
             if index is None or len(index) == self.order:

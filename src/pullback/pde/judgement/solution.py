@@ -268,17 +268,17 @@ class PDESolution:
                 is_isolated=isinstance(failure, CorrectionFailed),
             )
         if profile is None:
-            return self._refuse_instability(estimate)
+            return self._drop_unreliable_error(estimate)
         if estimate is None:
             if not is_resolved(profile):
                 return None
             estimate = Estimate(math.nan, {}, affine)
         return estimate.combine(profile, is_resolved=is_resolved(profile))
 
-    def _refuse_instability(self, estimate: Estimate | None) -> Estimate | None:
-        """Return an estimate by tangents alone.
+    def _drop_unreliable_error(self, estimate: Estimate | None) -> Estimate | None:
+        """Return an estimate by tangents alone, without its error where that cannot be relied on.
 
-        Its error is unknown where waves grow tenfold, and where tangents of a large reach show that
+        This is so where waves grow tenfold, and where tangents of a large reach show that
         conditions leave almost everything open.
         """
         if estimate is None or estimate.error == math.inf:
@@ -374,7 +374,7 @@ class PDESolution:
         return cls(problem, network, history, verdict=verdict, **attributes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes; a problem that cannot be pickled is replaced by its name."""
+        """Return all attributes; a problem that cannot be pickled is left without its functions."""
         try:
             pickle.dumps(self.problem)
         except (pickle.PicklingError, AttributeError, TypeError):

@@ -142,7 +142,7 @@ class Validation:
         """Return every condition that should vanish, by name; energies and priors should not."""
         params = {name: p.detach() for name, p in self._trial.named_parameters()}
         unknowns = select_unknowns(params)
-        conditions = [c for c in self._problem.conditions if c.vanishes]
+        conditions = [c for c in self._problem.conditions if c.holds_exactly]
         sites = {c.name: self.draw(c, number) for c in conditions}
         locals_by_name = {
             c.name: LocalResidual(self._problem, c, sites[c.name], unknowns) for c in conditions
@@ -259,7 +259,7 @@ def _measure_residual(
         names: of the coordinates.
     """
     derivatives = local.differentiate(trial)
-    values, slopes = local.slopes(derivatives)
+    values, slopes = local.linearize(derivatives)
     source = values.clone()
     squared_size = 0.0
     for key, slope in slopes.items():

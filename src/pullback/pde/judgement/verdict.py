@@ -378,6 +378,6 @@ def is_overfitted(training_loss: float, fresh_loss: float) -> bool:
     return fresh_loss > THRESHOLDS.overfitting_ratio * training_loss
 
 
-def exact_level(epsilon: float) -> float:
+def find_exact_level(epsilon: float) -> float:
     """Return the relative residuals that no step improves much, in a precision of this epsilon."""
     return max(THRESHOLDS.exact, THRESHOLDS.exact_in_epsilons * epsilon)

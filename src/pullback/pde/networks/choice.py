@@ -18,7 +18,7 @@ from .field_sizes import choose_units
 from .modules import PeriodicEmbedding, Rescaled, Sine, mlp
 from .state import InUnits
 from .wavenumbers import THRESHOLDS as WAVES
-from .wavenumbers import is_linear, oscillation
+from .wavenumbers import estimate_oscillation, is_linear
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def network_for(
     """Choose a network for a problem by its dimension, waves and linearity.
 
     Let n be the half waves that the solution may have across the domain, along each axis; they are
-    estimated from the data and the linear part of the equations (`oscillation`).
+    estimated from the data and the linear part of the equations (`estimate_oscillation`).
 
     1. Linear equations with waves, n > 3 along some axis, of at most three: one hidden layer
        sin(Kx + φ). K is uniform up to 5/4 of the estimated wave numbers, φ uniform, and both are
@@ -126,8 +126,8 @@ class Waves:
 def _find_waves(problem: Problem, frequency: Any) -> Waves:
     """Return the waves of a frequency, or those that the problem lets expect."""
     if frequency is None:
-        estimate = oscillation(problem)
-        return Waves(estimate.half_waves, estimate.waves)
+        estimate = estimate_oscillation(problem)
+        return Waves(estimate.half_waves, estimate.has_waves)
     domain = problem.domain
     wavenumbers = _check_frequency(frequency, domain)
     half_waves = wavenumbers * (domain.high - domain.low) / math.pi

@@ -91,7 +91,7 @@ def _linearize_at_zero(problem: Problem, condition: Condition) -> LinearPart:
     sites = draw_sites(problem, condition, count, "sobol", 0)
     local = LocalResidual(problem, condition, sites)
     zero = torch.zeros_like(sites[0].x[:, 0])
-    values, slopes = local.slopes(dict.fromkeys(local.keys, zero))
+    values, slopes = local.linearize(dict.fromkeys(local.keys, zero))
     finite_slopes = {key: slope.nan_to_num(0, 0, 0) for key, slope in slopes.items()}
     return LinearPart(values.nan_to_num(0, 0, 0), finite_slopes)
 

@@ -38,8 +38,8 @@ class WaveThresholds:
     padding: int = 4
     #: periods by which a Hann window widens a line of the spectrum, at the level of faint ones
     window_lobe: float = 1.85
-    #: places at which the equations are linearized: four along each side of a square
-    places: int = 16
+    #: points at which the equations are linearized: four along each side of a square
+    linearization_points: int = 16
     #: share of their terms that is left when a plane wave solves the equations: the tried half
     #: waves are ¼ apart, and at ten of them a square is then off by up to 3 %
     singular_share: float = 0.05
@@ -59,12 +59,12 @@ class Oscillation:
     Attributes:
         wavenumbers: the largest along each axis, (d,), in radians a length.
         half_waves: as many across the domain, along each axis, (d,).
-        waves: whether these are waves; else a layer or a bump has such a broad spectrum.
+        has_waves: whether these are waves; else a layer or a bump has such a broad spectrum.
     """
 
     wavenumbers: Tensor
     half_waves: Tensor
-    waves: bool
+    has_waves: bool
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,19 @@ class DataSpectrum:
         return DataSpectrum(band, self.has_peak or other.has_peak)
 
 
-def oscillation(problem: Problem) -> Oscillation:
-    """Estimate the wave numbers of a problem's solution.
+def estimate_oscillation(problem: Problem) -> Oscillation:
+    """Return the wave numbers that a problem's solution may have, estimated.
 
     1. Data: sources, boundary and initial values on lines along an axis, times a Hann window. Of
        their Fourier transform the largest wave number with 5 % of the largest amplitude counts.
        They are waves if the spectrum has a peak beyond three half waves.
     2. Waves e^(iκ·x) that solve the equations, linearized at u = 0. Without time: κ along one axis
        (Helmholtz: κ = k). With time: the frequency of a wave whose κ in space is that of the data
-       (wave equation: ω = cκ). Where coefficients vary, the median of 16 places.
+       (wave equation: ω = cκ). Where coefficients vary, the median of 16 points.
 
     What oscillates for another reason, as a nonlinear wave may, is not seen.
     """
-    data = _no_spectrum(problem)
+    data = _make_empty_spectrum(problem)
     for condition in problem.conditions:
         if condition.prescribes_values:
             data = data.join(_analyze_data(problem, condition))
@@ -110,8 +110,11 @@ def oscillation(problem: Problem) -> Oscillation:
 
 
 def is_linear(problem: Problem) -> bool:
-    """Return True if all equations are linear in the fields, with unknown coefficients fixed."""
-    points = problem.domain.sample(THRESHOLDS.places, "sobol")
+    """Return True if all equations are linear in the fields, with unknown coefficients fixed.
+
+    Their slopes at u = 0 are compared with those at another u.
+    """
+    points = problem.domain.sample(THRESHOLDS.linearization_points, "sobol")
     zero = torch.zeros_like(points.x[:, 0])
     for condition in problem.conditions:
         if condition.is_equation:
@@ -121,13 +124,14 @@ def is_linear(problem: Problem) -> bool:
     return True
 
 
-def _no_spectrum(problem: Problem) -> DataSpectrum:
+def _make_empty_spectrum(problem: Problem) -> DataSpectrum:
+    """Return the spectrum of no data."""
     return DataSpectrum(torch.zeros(problem.domain.dim, dtype=torch.float64), False)
 
 
 def _analyze_data(problem: Problem, condition: Condition) -> DataSpectrum:
     """Return the wave numbers of what is left of a residual where all fields are zero."""
-    spectrum = _no_spectrum(problem)
+    spectrum = _make_empty_spectrum(problem)
     region = condition.region(problem.domain)
     if not isinstance(region, Region) or region.point_count is not None:
         return spectrum
@@ -160,6 +164,7 @@ def _analyze_lines(
 
 
 def _measure_length(line: Points, axis: int) -> float:
+    """Return the extent of a line along its axis."""
     return float(line.x[-1, axis] - line.x[0, axis])
 
 
@@ -214,15 +219,19 @@ def _evaluate_at_zero(problem: Problem, condition: Condition, points: Points) ->
 
 
 def _count_periods(values: Tensor) -> tuple[float, float]:
-    """Return periods of values (N, R) on a line: of the band they fill, and of the last peak."""
+    """Return periods of values (N, R) on a line: of the band they fill, and of the last peak.
+
+    The band is that of the values less their mean. Peaks are those of the values themselves: a
+    small ripple on a large constant is none.
+    """
     window = torch.hann_window(len(values)).to(values)[:, None]
     varying = _compute_spectrum((values - values.mean(0)) * window)
-    band = _find_last_loud(varying, float(values.abs().max()))
+    band = _find_last_period(varying, float(values.abs().max()))
     peaks = _compute_spectrum(values * window)
     inner = peaks[1:-1]
     is_peak = (inner > peaks[:-2]) & (inner > peaks[2:])
     peaks[1:-1] = torch.where(is_peak, inner, 0 * inner)
-    return max(band - THRESHOLDS.window_lobe, 0.0), _find_last_loud(peaks, 0.0)
+    return max(band - THRESHOLDS.window_lobe, 0.0), _find_last_period(peaks, 0.0)
 
 
 def _compute_spectrum(values: Tensor) -> Tensor:
@@ -231,8 +240,8 @@ def _compute_spectrum(values: Tensor) -> Tensor:
     return transform.abs().square().sum(1).sqrt()
 
 
-def _find_last_loud(amplitudes: Tensor, size: float) -> float:
-    """Return the last periods with an amplitude that counts, 0 if all are round-off."""
+def _find_last_period(amplitudes: Tensor, size: float) -> float:
+    """Return the most periods with an amplitude that counts, 0 if all are round-off."""
     largest = float(amplitudes.max())
     roundoff = THRESHOLDS.roundoff_amplitude * size * THRESHOLDS.points_on_line
     if not largest or largest <= roundoff:
@@ -247,7 +256,7 @@ def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
     equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
         return wavenumbers
-    points = problem.domain.sample(THRESHOLDS.places, "sobol")
+    points = problem.domain.sample(THRESHOLDS.linearization_points, "sobol")
     symbols = [_Symbol(problem, condition, points) for condition in equations]
     axes = range(len(data_band))
     time_axes = [axis for axis in axes if axis not in problem.coordinates.space]
@@ -256,7 +265,7 @@ def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
         if time_axes:
             k[:, :axis] = data_band[:axis]
             k[:, axis + 1 :] = data_band[axis + 1 :]
-        largest = (k[:, axis].abs()[:, None] * _is_singular(symbols, k)).amax(0)  # by place
+        largest = (k[:, axis].abs()[:, None] * _is_singular(symbols, k)).amax(0)  # by point
         wavenumbers[axis] = largest.median()
     return wavenumbers
 
@@ -294,7 +303,7 @@ def _is_singular(symbols: list[_Symbol], k: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SymbolEntries:
-    """The symbol of an equation at wave vectors and places.
+    """The symbol of an equation at wave vectors and points.
 
     Attributes:
         total: Σ a_α (iκ)^α of every component and field, (K, N, R, m).
@@ -318,7 +327,7 @@ class _Symbol:
         zero = torch.zeros_like(points.x[:, 0])
         self._fields = problem.fields
         self._space = problem.coordinates.space
-        slopes = local.slopes(dict.fromkeys(local.keys, zero))[1]
+        slopes = local.linearize(dict.fromkeys(local.keys, zero)).slopes
         self._slopes = {key: slope.nan_to_num(0, 0, 0) for key, slope in slopes.items()}
 
     def __call__(self, k: Tensor) -> SymbolEntries:
@@ -327,7 +336,7 @@ class _Symbol:
         shape = (len(k), count, components, len(self._fields))
         total = torch.zeros(shape, dtype=torch.complex128)
         size = torch.zeros(shape, dtype=torch.float64)
-        for (_, field, index), slope in self._slopes.items():
+        for (_, field, index), slope in self._slopes.items():  # there is one site
             if index is None:
                 factor = -k[:, list(self._space)].square().sum(1) + 0j
             else:

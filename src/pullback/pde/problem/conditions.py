@@ -101,8 +101,8 @@ class Condition(ABC):
         return self.is_equation or self.is_energy
 
     @property
-    def vanishes(self) -> bool:
-        """Return True if its residual is zero at the solution."""
+    def holds_exactly(self) -> bool:
+        """Return True if its residual is zero at the solution: it is no energy and no prior."""
         return not self.is_energy and not self.is_prior
 
     @property

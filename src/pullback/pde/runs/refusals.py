@@ -16,8 +16,8 @@ from ..discretization.sites import Sites
 from ..problem.problem import Problem
 
 
-def find_precision(network: nn.Module) -> Tensor:
-    """Return a parameter, whose dtype and device are those of the solve.
+def find_template(network: nn.Module) -> Tensor:
+    """Return a parameter of the network, whose dtype and device are those of the solve.
 
     Raise if parameters and buffers have several, or a dtype that cannot be used.
     """

@@ -30,7 +30,7 @@ from ..judgement.history import History
 from ..judgement.solution import PDESolution
 from ..judgement.stop import Stop, StopReason
 from ..judgement.validation import Validation
-from ..judgement.verdict import PDEVerdict, exact_level
+from ..judgement.verdict import PDEVerdict, find_exact_level
 from ..judgement.yardstick import Yardstick
 from ..problem.problem import Problem
 from .context import RunContext
@@ -38,7 +38,7 @@ from .course import Course
 from .descent import Descent
 from .optimizer import count_parameters, describe_cost
 from .progress import ProgressLine, show_progress
-from .refusals import find_precision, refuse_flat, refuse_shape
+from .refusals import find_template, refuse_flat, refuse_shape
 from .restarts import BestTry
 from .run_file import RunFile
 from .settings import Settings
@@ -92,7 +92,7 @@ class Run:
         self.network = network
         self.early_residual: float | None = None
         self._settings = settings
-        parameter = find_precision(network)
+        parameter = find_template(network)
         self._dtype = parameter.dtype
         refuse_shape(problem, network, parameter)
         path = None if checkpoint is None else Path(checkpoint)
@@ -379,7 +379,7 @@ class Run:
             fresh_loss=losses.fresh,
             relative=relative,
             falling=pace,
-            exact=exact_level(torch.finfo(self._dtype).eps),
+            exact=find_exact_level(torch.finfo(self._dtype).eps),
             noise=self._context.validation.misfit(number),
             has_many_states=has_many_states(self.problem),
             is_excited=has_ground_state_without_nodes(self.problem) and self._has_nodes(),

@@ -84,7 +84,7 @@ class SlabMarch:
         self._planned_count = len(edges)
         for i, end in enumerate(edges):
             run = self._begin_slab(end, slabs_later=len(edges) - 1 - i)
-            if self._keep(run, run.advance(), end):
+            if self._append_slab(run, run.advance(), end):
                 break
 
     def _solve_adaptively(self, first_share: float) -> None:
@@ -101,7 +101,7 @@ class SlabMarch:
             until = end if length == time_left else self._edges[-1] + length
             run = self._begin_slab(until, slabs_later=time_left / length - 1)
             solution = run.advance(self._control.look_share)
-            residuals.append(_early_residual(run, solution))
+            residuals.append(_read_early_residual(run, solution))
             if _is_halving_useless(residuals, self._control):
                 shortest = length
             is_shortest = length <= 1.001 * shortest
@@ -112,7 +112,7 @@ class SlabMarch:
                 length /= 2
                 continue
             residuals.clear()
-            if self._keep(run, solution, until):
+            if self._append_slab(run, solution, until):
                 break
             if self._was_easy(run, solution):
                 length *= 2
@@ -189,8 +189,11 @@ class SlabMarch:
             weight = self._control.first_window_budget
         return self._settings.with_budget(left * weight / (weight + slabs_later))
 
-    def _keep(self, run: Run, solution: PDESolution, end: float) -> bool:
-        """Add a slab that ends at a time; return True if the march ends with it, too early."""
+    def _append_slab(self, run: Run, solution: PDESolution, end: float) -> bool:
+        """Add a slab that ends at this time; return True if the march ends early with it.
+
+        Its network then stands for all later times, of which the user is warned.
+        """
         assert self._window is not None
         self._networks.append(self._window.restore_units())
         self._verdicts.append(solution.verdict)
@@ -243,7 +246,7 @@ class SlabMarch:
         )
 
 
-def _early_residual(run: Run, solution: PDESolution) -> float:
+def _read_early_residual(run: Run, solution: PDESolution) -> float:
     """Return the relative residuals of a slab when it was first looked at."""
     if run.early_residual is None:
         return solution.verdict.relative
