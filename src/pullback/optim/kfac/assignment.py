@@ -178,9 +178,11 @@ class Assignment:
         )
 
     def _split_of(self, key: BlockKey, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Row counts of the matrices that a block's weight holds; empty for a single one.
+        """Return the row counts of the matrices that a block's weight holds; () for a single one.
 
-        Groups of a convolution and experts are blocks of their own, each with all of the split.
+        The split of a role counts along an axis of the parameter. It is that of the block's rows
+        where this axis is the first one, or a later one of a transposed weight. Groups of a
+        convolution and experts are blocks of their own, each with all of the split.
         """
         role = self.roles.get(key.names[0])
         if role is None or not key.is_kronecker or key.is_bias or len(role.split) < 2:

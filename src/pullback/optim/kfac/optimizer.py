@@ -594,6 +594,7 @@ class KFAC(Optimizer):
         pending = PendingStatistics(
             self._collect_statistics(problem, gradients, expects_statistics)
         )
+        # a guard of its own for the statistics: theirs may be void where the step is not
         guard = Guard(self._can_defer(pending.means, gradients))
         if not self._check_gradients(gradients, pending.means, guard):
             self._notices.warn_not_finite()
@@ -672,7 +673,10 @@ class KFAC(Optimizer):
         return self._average_statistics()
 
     def _sum_statistics(self, gradients: Tensors) -> None:
-        """Sum the pooled statistics over processes, and compare the whole ones of the gradients."""
+        """Sum the pooled statistics over processes; raise on all where their gradients differ.
+
+        Gradients of which each process has a piece are not compared.
+        """
         pieces = self._params.shards.keys() & self._curvature.entry_names
         whole = {n: g for n, g in gradients.items() if n not in pieces}
         self._replicas.sum_statistics(

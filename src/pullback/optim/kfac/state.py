@@ -74,7 +74,10 @@ class KFACState:
 
     @property
     def references(self) -> Any:
-        """Long-run averages that the user gave, perhaps none; None where the damping reads none."""
+        """Long-run averages by block, as the user gave them; None where the damping reads none.
+
+        Without any from the user they are {}: blocks then read the means of all statistics.
+        """
         damping = self.rule.damping
         if damping is None or not damping.needs_reference:
             return None

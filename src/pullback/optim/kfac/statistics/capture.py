@@ -211,7 +211,10 @@ class StatisticsCapture:
         return torch.Generator(device).manual_seed(seed)
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
-        """Return a context that records the layers of a call, or None if it gives no statistics."""
+        """Return a context that records the layers of a call, or None if it gives no statistics.
+
+        `Watch` calls this before each forward pass of the model, and `end_call` after it.
+        """
         if torch.is_grad_enabled():
             self._note_wrapper()
         if not self.wants_statistics:
@@ -467,7 +470,9 @@ class StatisticsCapture:
         )
         loss_descent = None
         if received.allows_user_pass:
-            loss_descent = Descent(forward, slope, options.sharing, covectors.keep, inputs=True)
+            loss_descent = Descent(
+                forward, slope, options.sharing, covectors.counted, adds_inputs=True
+            )
             add = partial(self._finish_pass, weakref.ref(self), self.pool, covectors.samples)
             if self.structure.measure_user_pass(loss_descent, add):
                 return None

@@ -42,7 +42,7 @@ def add_map_moments(
             output_moment = pack(compute_second_moment(use.delta, descent.sharing))
             if (key := plan.weight_block(use.names)) is not None:
                 input_factor, output_factor = get_factor_keys(call.compound, key)
-                if descent.inputs:
+                if descent.adds_inputs:
                     mask = _find_mask(use.tap, use.delta, descent)
                     moments = compute_tap_moments(use.tap, descent.sharing, mask)
                     pool.of(key).add(input_factor, moments)
@@ -53,11 +53,11 @@ def add_map_moments(
 
 def _find_mask(tap: Tap, delta: Tensor, descent: Descent) -> Tensor | None:
     """Return which positions of a map count, (G, P); None if all of the output's do."""
-    keep = descent.keep
-    if keep is None:
+    counted = descent.counted
+    if counted is None:
         return None
-    samples_axis = min(descent.sharing.batch_dim, keep.ndim - 1)
-    return _find_counted_positions(tap, delta, keep.movedim(samples_axis, 0))
+    samples_axis = min(descent.sharing.batch_dim, counted.ndim - 1)
+    return _find_counted_positions(tap, delta, counted.movedim(samples_axis, 0))
 
 
 def compute_tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
@@ -72,7 +72,7 @@ def compute_tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) 
     return replace(moments, positions=moments.first.new_tensor(positions))
 
 
-def _find_counted_positions(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
+def _find_counted_positions(tap: Tap, delta: Tensor, counted: Tensor) -> Tensor:
     """Return which positions of δ (G, P, O) count, (G, P), by δ and by the output's mask."""
     if tap.grids:
         grids = tap.grids
@@ -83,6 +83,6 @@ def _find_counted_positions(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
     padded_masks: list[Tensor] = []
     for group_delta, n, grid in zip(delta, tap.positions, grids, strict=True):
         delta_by_sample = group_delta[:n].unflatten(0, grid).movedim(samples_axis, 0)
-        mask = find_kept_or_reached_positions(delta_by_sample, keep).movedim(0, samples_axis)
+        mask = find_kept_or_reached_positions(delta_by_sample, counted).movedim(0, samples_axis)
         padded_masks.append(F.pad(mask.flatten(), (0, delta.shape[1] - n)))
     return torch.stack(padded_masks)

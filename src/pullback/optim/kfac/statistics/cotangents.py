@@ -200,7 +200,7 @@ class CotangentPass:
         if self.descent.coupling is not None:
             x, delta = self.descent.coupling.whiten_use(entry, delta, use.sharing)
         if "weight" in roles:
-            if self.descent.inputs:
+            if self.descent.adds_inputs:
                 self._measure_inputs(use, x, delta)
             use.outputs = pack(layer.output_moment(entry.module, x, delta, use.sharing))
         if "bias" in roles:
@@ -217,13 +217,13 @@ class CotangentPass:
         if descent.coupling is not None:
             use.inputs = descent.coupling.compute_input_moments(entry, x, use.sharing)
             return
-        keep = None
-        if descent.keep is not None:
-            keep = layer.counted_positions(entry.module, x, delta, descent.keep)
+        counted = None
+        if descent.counted is not None:
+            counted = layer.counted_positions(entry.module, x, delta, descent.counted)
         if x.device.type == "cpu":
-            use.inputs = layer.input_moments(entry.module, x, use.sharing, keep)
+            use.inputs = layer.input_moments(entry.module, x, use.sharing, counted)
         else:
-            use.layer_input = LayerInput(entry.module, x, keep)
+            use.layer_input = LayerInput(entry.module, x, counted)
 
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add what was measured to the blocks of the plan."""

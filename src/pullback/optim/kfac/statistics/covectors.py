@@ -144,7 +144,7 @@ class Covectors:
     pairs: Iterator[tuple[Tensor, Coupling | None]]
     samples: Tensor | float
     #: which positions of the output count, None for all
-    keep: Tensor | None
+    counted: Tensor | None
     #: a covector of all positions that count, where the others are of single positions
     reach: Tensor | None
     #: whether all positions count, or flags on the device that say so
@@ -201,16 +201,16 @@ def make_covectors(
     samples: Tensor | float = metric.samples(value)
     if counted.mask is not None:
         samples = samples * counted.mask.double().mean()
-    keep = _reduce_mask(counted.mask, z, axis)
+    reduced_mask = _reduce_mask(counted.mask, z, axis)
     layout = OutputLayout(axis, cotangent.ndim, cotangent.dtype, counted.mask)
     first = find_first_input(inputs, len(value), axis)
     reach = None
-    if keep is not None and options.fisher == "exact" and not metric.couples_samples:
+    if reduced_mask is not None and options.fisher == "exact" and not metric.couples_samples:
         single_draw = replace(options, fisher="mc", draws=1)
         pairs = generate_covectors(single_draw, value, slope, first, generator)
         reach, _ = layout.place(next(pairs))
     pairs = generate_covectors(options, value, slope, first, generator)
-    return Covectors(map(layout.place, pairs), samples, keep, reach, counted.counts_all)
+    return Covectors(map(layout.place, pairs), samples, reduced_mask, reach, counted.counts_all)
 
 
 def _count_positions(
@@ -395,9 +395,9 @@ class Descent:
     covector: Tensor
     sharing: Sharing
     #: which positions of the output count
-    keep: Tensor | None
-    #: whether to add the inputs as well, once per forward pass
-    inputs: bool
+    counted: Tensor | None
+    #: whether to add the inputs' moments too, as one covector of each forward pass does
+    adds_inputs: bool
     #: how the metric relates samples, and parameters held as diagonals since it cannot, with reason
     coupling: Coupling | None = None
     unrelated: Mapping[str, str] = field(default_factory=dict)

@@ -108,7 +108,7 @@ class BlockStructure:
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
     def forget(self, names: Collection[str]) -> None:
-        """Take from these parameters, and their partners, the block until a pass shows one."""
+        """Forget the blocks of these parameters and their partners, until a pass shows them."""
         if not names:
             return
         remaining: dict[str, tuple[str, ...]] = {}
@@ -195,12 +195,12 @@ class BlockStructure:
             Descent,
             forward=forward,
             sharing=self._sharing,
-            keep=covectors.keep,
+            counted=covectors.counted,
         )
         needs_inputs = covectors.reach is None
         if covectors.reach is not None:  # inputs count where any of the covectors reaches
             reached = Pool()
-            self._pull(make_descent(covector=covectors.reach, inputs=True), reached)
+            self._pull(make_descent(covector=covectors.reach, adds_inputs=True), reached)
             for key, sums in reached.sums.items():
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in covectors.pairs:
@@ -210,7 +210,7 @@ class BlockStructure:
                 unrelated = coupling.find_unrelated(forward.record, self._sharing)
             descent = make_descent(
                 covector=covector,
-                inputs=needs_inputs,
+                adds_inputs=needs_inputs,
                 coupling=coupling,
                 unrelated=unrelated,
                 thread=thread,
@@ -222,7 +222,7 @@ class BlockStructure:
         return pool
 
     def measure_inputs(self, forward: RecordedPass) -> Pool:
-        """Return the sums of what layers saw, with a flat metric on their outputs."""
+        """Return the sums of what layers saw; every output factor is the identity."""
         record = forward.record
         leaves = forward.leaves
         pool = Pool()
@@ -240,7 +240,7 @@ class BlockStructure:
         self, pool: Pool, record: ForwardRecord, leaves: Mapping[str, Tensor]
     ) -> None:
         """Add the inputs' moments of all layers with a trained weight."""
-        uses = self._form_input_moments(record)
+        uses = self._compute_input_moments(record)
         # a weight that is used transposed as well is whitened by what it sees as it is
         untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.input_first}
         for use in uses:
@@ -253,7 +253,7 @@ class BlockStructure:
             key = BlockKey(BlockKind.KRONECKER, (name,), is_transposed=layer.input_first)
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
 
-    def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
+    def _compute_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
         """Return the uses of trained weights; those of linear maps have their inputs' moments."""
         uses = [
             UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
@@ -313,15 +313,17 @@ class BlockStructure:
         return True
 
     def _prove_everywhere(self, descent: Descent, pool: Pool) -> ProvenRoute | None:
-        """Return a route proven at all positions, where the covector shows a part of the model.
+        """Return a route that another covector has proven, one without zeros, and add the sums.
 
-        None where the covector is nonzero everywhere, or takes another route: nothing is added.
+        A covector with zeros, as at positions that do not count, may miss a part of the model and
+        so prove too much. Return None, with nothing added, for a covector without zeros, and for
+        one that takes another route.
         """
         is_large = descent.forward.record.head is not None  # drawn at all positions that count
         if is_large or descent.coupling is not None or bool(descent.covector.all()):
             return None
         proven = self._prove(
-            replace(descent, covector=descent.draw_everywhere(), inputs=False), Pool()
+            replace(descent, covector=descent.draw_everywhere(), adds_inputs=False), Pool()
         )
         if self._follow(descent, proven.route, pool):
             return proven
@@ -439,7 +441,7 @@ def _find_weights_without_rows(record: ForwardRecord) -> list[str]:
 def _add_inputs(
     pool: Pool, key: BlockKey, layer: Layer | Compound, moments: Moments, weight: Tensor
 ) -> None:
-    """Add the moments of a weight's inputs, with a flat metric on its outputs."""
+    """Add the moments of a weight's inputs, and a diagonal of ones as its output factor."""
     sums = pool.of(key)
     inputs, outputs = get_factor_keys(layer, key)
     sums.add(inputs, moments)
