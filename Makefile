@@ -58,9 +58,11 @@ types: $(STAMP) ## static types
 	@echo "==> basedpyright"
 	@$(BIN)/basedpyright
 
-contracts: $(STAMP) ## import direction between the stages
+contracts: $(STAMP) ## import direction between the stages, and no circles
 	@echo "==> import-linter"
 	@$(BIN)/lint-imports
+	@echo "==> circles of imports"
+	@$(BIN)/python -m tests.import_circles
 
 unit: $(STAMP) ## tests, docstring examples, README and docs snippets
 	@echo "==> pytest"

@@ -33,10 +33,10 @@ from ..._core.errors import PullbackError
 from ..._core.shards import gather_whole, get_local_piece, is_sharded, shard_like
 from ..._core.space import compute_dtype
 from ...grams.kronecker.packed_matrix import FactorMatrix, from_entries, get_entries
+from .block_stack import Block, Tensors
 from .factors.block import BlockKey, BlockKind, FactorKey, Factors, block_shape
 from .replicas import placeholder
 from .schedule import COUNTS
-from .stacks import Block, Tensors
 from .state import KFACState
 from .table import FactorShape, SavedRow, TableWriter, make_foreign_error, read_row
 from .update import State

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..._core.shards import ModelParameters
 from ...steps.wrappers import clip_factor
+from .block_stack import Tensors
 from .factors.block import names_of
-from .stacks import Tensors
 from .state import KFACState
 from .update import GroupUpdate, State
 

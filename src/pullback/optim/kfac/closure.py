@@ -24,11 +24,11 @@ from ..distributed import DistributedClosureProblem
 from ..objective import Objective, ObjectiveProblem
 from ..outputs import Outputs
 from ..problem import StepProblem
+from .block_stack import Tensors
 from .factors.damping import Damping
 from .options import Options
 from .replicas import Replicas
 from .report import KFACInfo
-from .stacks import Tensors
 from .statistics.capture import StatisticsCapture
 from .update import GroupUpdate, apply_updates
 

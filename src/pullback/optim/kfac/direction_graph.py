@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
 import torch
 from torch import Tensor
 
 from ..checks import find_user_stacklevel
+from .block_stack import Stack
 from .rules import StepContext
-
-if TYPE_CHECKING:
-    from .stacks import Stack
 
 
 @dataclass(frozen=True)

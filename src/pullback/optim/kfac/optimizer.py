@@ -49,6 +49,7 @@ from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import arguments, options, report, update
 from .assignment import Assignment
+from .block_stack import Tensors
 from .checkpoint import (
     make_half_loaded_error,
     make_incomplete_error,
@@ -64,7 +65,6 @@ from .replicas import Replicas
 from .report import Coverage, CoverageFacts, Degenerate, KFACInfo, Notices
 from .rules import Rule, Statistics
 from .schedule import Schedule
-from .stacks import Tensors
 from .state import BlockMeans, KFACState
 from .statistics.capture import StatisticsCapture
 from .statistics.terms import average_terms

@@ -25,11 +25,12 @@ from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, pack_triangle
 from ..checks import refuse_sparse
+from .block_stack import Block, Tensors
 from .factors.averages import Average
 from .factors.block import BlockKey
 from .options import Options
 from .rules import RuleState
-from .stacks import Averages, Block, BlockStates, Tensors
+from .stacks import Averages, BlockStates
 from .statistics.capture import StatisticsCapture
 from .statistics.sums import (
     BlockTensors,

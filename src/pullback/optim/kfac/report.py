@@ -17,10 +17,10 @@ from ...maps.proof import NO_LAYER, UNUSED
 from ...maps.roles import Role
 from ..checks import GrowthWatch, find_user_stacklevel
 from .assignment import Assignment
+from .block_stack import Tensors
 from .factors.averages import gram_of
 from .factors.block import BlockKey, describe, names_of, to_block
 from .rules import Rule
-from .stacks import Tensors
 from .state import KFACState
 
 #: the part of the parameters that may go without a layer's block before a warning

@@ -13,6 +13,7 @@ from ..._core.flags import Guard, are_finite_in_place
 from ..._core.shards import ModelParameters, get_local_piece
 from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
 from .assignment import Assignment, make_entries_shape
+from .block_stack import Tensors
 from .factors.averages import Average, ema_update
 from .factors.block import (
     SPECTRUM,
@@ -28,7 +29,7 @@ from .factors.damping import refuse_reference
 from .replicas import Replicas, placeholder
 from .rules import FactorAverages, Rule, StepContext
 from .schedule import Schedule
-from .stacks import BlockStates, Tensors
+from .stacks import BlockStates
 
 #: weights of the past below it would keep the round-off of what is forgotten
 _LEAST_EMA = 0.5

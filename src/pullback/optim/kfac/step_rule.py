@@ -20,8 +20,8 @@ from ...solvers import Solution
 from ...steps import Local, Move, Need, Step
 from ...steps.memory import first_numbers, first_vectors, merge_saved, recall, shared_numbers, store
 from ..problem import StepProblem
+from .block_stack import Tensors
 from .closure import ControlledClosure, compute_gram_inner_products
-from .stacks import Tensors
 from .update import GroupUpdate
 
 #: keys of a parameter's state

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..._core.shards import Groups, ModelParameters
+from .block_stack import Tensors
 from .rules import Rule
-from .stacks import Tensors
 from .state import KFACState
 
 #: a parameter's own tensors: the last move, and what the KL clip knows of its length
