@@ -19,8 +19,8 @@ def main(steps: int = 60, noise: float = 0.0, out: str | Path | None = None) -> 
     """Solve, write the picture to `out` if given, and return the viscosity that was found."""
     domain = pb.pde.SpaceTime(pb.pde.Interval(-1, 1), (0, 1))
     reference = Burgers(TRUTH)
-    places = domain.sample(50, "sobol", seed=0).x
-    values = reference(places)
+    points = domain.sample(50, "sobol", seed=0).x
+    values = reference(points)
     values = values + noise * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
 
     problem = pb.pde.Problem(
@@ -29,7 +29,7 @@ def main(steps: int = 60, noise: float = 0.0, out: str | Path | None = None) -> 
             pb.pde.Equation(lambda u, nu: u.t + u * u.x - nu * u.xx),
             pb.pde.Dirichlet(0.0),
             pb.pde.Initial(lambda x: -torch.sin(math.pi * x)),
-            pb.pde.Data(places, values, weight=10),
+            pb.pde.Data(points, values, weight=10),
         ],
         unknowns={"nu": 0.5},
         reference=reference,

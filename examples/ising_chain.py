@@ -16,7 +16,7 @@ def main(sites: int = 12, steps: int = 100) -> float:
     torch.manual_seed(0)
     lattice = vmc.Chain(sites)
     network = vmc.Rbm(lattice, features=4).double()
-    found = vmc.minimize(
+    result = vmc.minimize(
         vmc.TransverseFieldIsing(lattice, field=1.0),
         network,
         steps=steps,
@@ -24,11 +24,11 @@ def main(sites: int = 12, steps: int = 100) -> float:
         progress=False,
     )
     exact = -2 / math.sin(math.pi / (2 * sites))
-    correlations = vmc.correlate_spins(found.samples, lattice.translations())
-    print(f"energy {found.energy:.5f} ± {found.error:.5f}, exact {exact:.5f}")
-    print(found.stopped)
+    correlations = vmc.correlate_spins(result.samples, lattice.translations())
+    print(f"energy {result.energy:.5f} ± {result.error:.5f}, exact {exact:.5f}")
+    print(result.stopped)
     print("⟨σᶻσᶻ⟩ against the distance:", *(f"{c:.3f}" for c in correlations[: sites // 2 + 1]))
-    return abs(found.energy / exact - 1)
+    return abs(result.energy / exact - 1)
 
 
 if __name__ == "__main__":

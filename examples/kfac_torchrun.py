@@ -25,7 +25,7 @@ def rings(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.view_as_real(torch.polar(1.0 + y, 6.28 * turn)), y
 
 
-def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
+def main(folder: str = "", steps: int = 100, save_every: int = 20) -> float:
     """Train, and return the accuracy."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
@@ -50,7 +50,7 @@ def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
         opt.step()
-        if folder and (step + 1) % every == 0:
+        if folder and (step + 1) % save_every == 0:
             weights, state = get_state_dict(net, opt)
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{step + 1}")
     x, y = rings(512, seed=-1)

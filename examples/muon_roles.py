@@ -17,13 +17,13 @@ class Copy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(12, 32)
-        self.places = nn.Embedding(16, 32)
+        self.positions = nn.Embedding(16, 32)
         self.fused = nn.Linear(32, 96)
         self.mix = nn.Linear(32, 32)
         self.head = nn.Linear(32, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.words(x) + self.places(torch.arange(x.shape[1]))
+        h = self.words(x) + self.positions(torch.arange(x.shape[1]))
         q, k, v = self.fused(h).chunk(3, -1)
         return self.head(h + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 

@@ -43,12 +43,12 @@ def main(sites: int = 8, steps: int = 80) -> float:
     """Minimize, and return the relative error of the energy."""
     torch.manual_seed(0)
     hamiltonian = vmc.FunctionHamiltonian(xxz, sites, conserves_magnetization=True)
-    found = vmc.minimize(
+    result = vmc.minimize(
         hamiltonian, PairNetwork(sites).double(), steps=steps, samples=400, progress=False
     )
     exact = float(torch.linalg.eigvalsh(hamiltonian.dense(magnetization=0))[0])
-    print(f"energy {found.energy:.4f} ± {found.error:.4f}, exact {exact:.4f}: {found.stopped}")
-    return abs(found.energy / exact - 1)
+    print(f"energy {result.energy:.4f} ± {result.error:.4f}, exact {exact:.4f}: {result.stopped}")
+    return abs(result.energy / exact - 1)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(steps: int = 60) -> dict[str, tuple[float, float]]:
     symmetry.move_(torch.randn(symmetry.dimension, dtype=torch.float64) * 4)
     print(f"moved along them; outputs differ by {(rescaled(x) - start(x)).abs().max():.0e}")
 
-    found = {}
+    losses = {}
     for name in ("SGD", "SliceSGD", "Sliced Adam"):
         ends = []
         for model in (copy.deepcopy(start), copy.deepcopy(rescaled)):
@@ -48,9 +48,9 @@ def main(steps: int = 60) -> dict[str, tuple[float, float]]:
             else:
                 opt = pb.symmetry.Sliced(torch.optim.Adam(model.parameters(), lr=0.02), model)
             ends.append(trained(model, opt, x, y, steps))
-        found[name] = (ends[0], ends[1])
+        losses[name] = (ends[0], ends[1])
         print(f"{name:12s} {ends[0]:.4f} as it was, {ends[1]:.4f} rescaled")
-    return found
+    return losses
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names that say nothing, which library and laboratory may not bind; `make lint` runs this.
+"""Names that say nothing, which no code here may bind; `make lint` runs this.
 
     python -m tests.vague_names
 
@@ -12,11 +12,12 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "pullback"
-LABORATORY = ROOT / "experiments" / "src" / "pullback_experiments"
+FOLDERS = (LIBRARY, ROOT / "experiments" / "src", ROOT / "tests", ROOT / "examples")
 
 VAGUE = frozenset(
     """
@@ -26,10 +27,7 @@ VAGUE = frozenset(
     """.split()  # noqa: SIM905 (a list of fifty strings is not easier to read)
 )
 
-#: packages, folders and files that still bind such names; an entry goes when it is clean
-NOT_YET_CLEAN = frozenset({"vmc"})
-
-#: public names, such as `every=10` for every tenth step: file ↦ the names that it may bind
+#: public names, such as `every=10` for every tenth step: the library's file ↦ what it may bind
 OPTIONS = {
     "pde/discretization/plan.py": {"every"},
     "symmetry/descent/retractor.py": {"every"},
@@ -69,23 +67,22 @@ def find_vague_names(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def check_library(root: Path = LIBRARY) -> list[Binding]:
-    """Return the vague names that clean packages bind."""
+def check_folder(root: Path) -> list[Binding]:
+    """Return the vague names that the files of a folder bind."""
     bindings = []
     for path in sorted(root.rglob("*.py")):
-        file = path.relative_to(root)
-        folders = {folder.as_posix() for folder in (file, *file.parents)}
-        if folders & NOT_YET_CLEAN:
-            continue
-        for line, name in find_vague_names(path.read_text()):
-            if name not in OPTIONS.get(file.as_posix(), ()):
+        allowed: set[str] = set()
+        if root == LIBRARY:
+            allowed = OPTIONS.get(path.relative_to(root).as_posix(), set())
+        for line, name in find_vague_names(path.read_text("utf-8")):
+            if name not in allowed:
                 bindings.append(Binding(path, line, name))
     return bindings
 
 
 def main() -> int:
     """Print the bindings; return 1 if there are any."""
-    bindings = [*check_library(), *check_library(LABORATORY)]
+    bindings = list(chain.from_iterable(map(check_folder, FOLDERS)))
     for binding in bindings:
         print(binding)
     if bindings:

@@ -312,19 +312,19 @@ def test_bases_that_turn_together_turn_as_they_do_alone() -> None:
     turns = turn_bases([*sides, sides[0]], [*bases, None])
     assert turns[-1] is None
     for side, basis, turn in zip(sides, bases, turns, strict=False):
-        alone = turn_basis(side, basis)
+        single = turn_basis(side, basis)
         assert turn is not None
-        torch.testing.assert_close(turn.basis, alone.basis, rtol=0, atol=1e-12)
-        torch.testing.assert_close(turn.rotation, alone.rotation, rtol=0, atol=1e-12)
+        torch.testing.assert_close(turn.basis, single.basis, rtol=0, atol=1e-12)
+        torch.testing.assert_close(turn.rotation, single.rotation, rtol=0, atol=1e-12)
 
 
 def test_a_factor_that_is_not_finite_spoils_no_other_turn() -> None:
     side = spd(5, 30.0)
     side[0, 1, 2] = torch.nan
     basis = orthonormal(2, 5, seed=4)
-    turned = turn_basis(side, basis).basis
-    assert not torch.isfinite(turned[0]).all()
-    torch.testing.assert_close(turned[1:], turn_basis(side[1:], basis[1:]).basis)
+    new_basis = turn_basis(side, basis).basis
+    assert not torch.isfinite(new_basis[0]).all()
+    torch.testing.assert_close(new_basis[1:], turn_basis(side[1:], basis[1:]).basis)
 
 
 def test_the_scale_of_a_side_does_not_matter_to_its_basis() -> None:

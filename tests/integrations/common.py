@@ -101,18 +101,18 @@ def arguments(folder: Any, **options: Any) -> Any:
 
 
 def fit(model: Any, folder: Any, kfac: dict[str, Any], resume: Any = None, **options: Any) -> Any:
-    """Train by Hugging Face's Trainer; return it, with the batches that it took as `seen`."""
+    """Train by Hugging Face's Trainer; return it, with the batches that it took."""
     import transformers as hf
 
-    class Kept(hf.Trainer):
+    class RecordingTrainer(hf.Trainer):
         def training_step(self, model: Any, inputs: Any, count: Any = None) -> Any:  # pyright: ignore
-            self.seen.append((dict(inputs), count))
+            self.trained_batches.append((dict(inputs), count))
             return super().training_step(model, inputs, count)
 
     args = arguments(folder, **options)
     opt = kfac_of(model, group=dist.group.WORLD, **kfac)
-    trainer: Any = Kept(model, args, train_dataset=sentences(), optimizers=(opt, None))
-    trainer.seen = []
+    trainer: Any = RecordingTrainer(model, args, train_dataset=sentences(), optimizers=(opt, None))
+    trainer.trained_batches = []
     trainer.kfac = opt
     trainer.train(resume_from_checkpoint=resume)
     return trainer

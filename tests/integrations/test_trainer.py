@@ -79,7 +79,7 @@ def by_hand(batches: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
 def test_a_fit_is_the_loop_by_hand(tmp_path: Path, kfac: dict[str, Any], micro: int) -> None:
     """Tokens are counted over all batches of a step, whatever is ignored in each of them."""
     trainer = fit(gpt2(), tmp_path, kfac, gradient_accumulation_steps=micro)
-    want = by_hand(trainer.seen, micro, kfac)
+    want = by_hand(trainer.trained_batches, micro, kfac)
     torch.testing.assert_close(vector(trainer.model), want, rtol=1e-10, atol=1e-10)
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_fit_has_the_same_bits(tmp_path: Path, kfac: dict[str, Any]) -
     saved = {"save_strategy": "steps", "save_steps": 3}
     want = vector(fit(gpt2(0.1), tmp_path, kfac, **saved).model)
     resumed = fit(gpt2(0.1), tmp_path, kfac, resume=str(tmp_path / "checkpoint-3"))
-    assert len(resumed.seen) == 3
+    assert len(resumed.trained_batches) == 3
     assert torch.equal(vector(resumed.model), want)
 
 
@@ -133,7 +133,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     model = gpt2(dtype=torch.float32).train()
     opt = kfac_of(model, **options)
     rate = opt.param_groups[0]["lr"]
-    for i, (batch, count) in enumerate(trainer.seen):
+    for i, (batch, count) in enumerate(trainer.trained_batches):
         opt.param_groups[0]["lr"] = rate * (1 - i / 3)
         opt.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):

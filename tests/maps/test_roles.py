@@ -407,12 +407,13 @@ class RotaryQueries(nn.Module):
 
     def rotate(self, x: Tensor) -> Tensor:
         angles = torch.arange(x.shape[-2] * x.shape[-1] / 2).view(x.shape[-2], -1)
-        even, odd = x[..., ::2], x[..., 1::2]
-        turned = (
+        even = x[..., ::2]
+        odd = x[..., 1::2]
+        rotated = (
             even * angles.cos() - odd * angles.sin(),
             even * angles.sin() + odd * angles.cos(),
         )
-        return torch.stack(turned, -1).flatten(-2)
+        return torch.stack(rotated, -1).flatten(-2)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split([8, 4, 4], -1)

@@ -67,9 +67,9 @@ def test_kfac_and_what_depends_on_its_time_run_again(monkeypatch: pytest.MonkeyP
     assert runs.keys() == {"adam 0.001", "adam-longer 0.001", "kfac 0.5", "kfac 1", "kfac 2"}
     assert runs["adam 0.001"] == adam
     row["step over Adam's"] = 3.0
-    kept = run_job(Job("tabular", 0, False, row, has_same_time=True))
-    assert kept["step over Adam's"] == 3.0
-    assert "adam-longer 0.001" not in kept["runs"]
+    repeated = run_job(Job("tabular", 0, False, row, has_same_time=True))
+    assert repeated["step over Adam's"] == 3.0
+    assert "adam-longer 0.001" not in repeated["runs"]
 
 
 def test_times_of_steps_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

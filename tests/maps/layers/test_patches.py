@@ -248,8 +248,8 @@ def test_uses_of_one_shape_are_correlated_together(monkeypatch: pytest.MonkeyPat
     sharing = Sharing()
     one_by_one = [layer.input_moments(use.module, use.input, sharing, None) for use in uses]
     monkeypatch.setattr(conv, "_find_stacked_method", lambda *_: conv._CORRELATION)
-    together = layer.input_moments_of_uses(uses, sharing)
-    for single, moments in zip(one_by_one, together, strict=True):
+    stacked = layer.input_moments_of_uses(uses, sharing)
+    for single, moments in zip(one_by_one, stacked, strict=True):
         torch.testing.assert_close(moments.second, single.second, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(moments.first, single.first, rtol=1e-10, atol=1e-10)
         assert moments.positions == single.positions

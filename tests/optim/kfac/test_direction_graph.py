@@ -136,12 +136,12 @@ def test_thirty_steps_are_the_eager_ones(
         return vector(model)
 
     want = without_graph(run, monkeypatch)
-    again = without_graph(run, monkeypatch)
+    repeated = without_graph(run, monkeypatch)
     assert counts.captures == 0
     actual = run()
     assert counts.captures >= 3  # at first, with a frozen weight, and again
     assert counts.replays >= 12
-    noise = float((again - want).abs().max())
+    noise = float((repeated - want).abs().max())
     torch.testing.assert_close(actual, want, rtol=0, atol=ROUND_OFF + 3 * noise)
 
 

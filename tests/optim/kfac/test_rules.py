@@ -918,7 +918,7 @@ def test_stacks_have_the_directions_together_that_they_have_alone() -> None:
         gradients.append(torch.randn(blocks, rows, columns, dtype=DOUBLE, generator=draws))
     context = StepContext(1, {})
     copies = copy.deepcopy(states)
-    together = rule.directions(gradients, states, context)
-    for i, direction in enumerate(together):
+    directions = rule.directions(gradients, states, context)
+    for i, direction in enumerate(directions):
         torch.testing.assert_close(direction, rule.direction(gradients[i], copies[i], context))
         torch.testing.assert_close(states[i].first, copies[i].first)
