@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import pullback as pb
-from pullback.optim.kfac import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral
+from pullback.optim.kfac import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, TwoSided
 
 _ESTIMATION = {f.name for f in fields(Estimation)} - {"fisher", "metric", "joint"}
 _OWN: dict[str, tuple[str, ...]] = {
@@ -14,10 +14,12 @@ _OWN: dict[str, tuple[str, ...]] = {
     ),
     "eigenbasis": ("betas", "eps", "likelihood", "metric", "fisher"),
     "spectral": ("damping",),
+    "two-sided": ("damping",),
     "adam": ("betas",),
 }  # fmt: skip
 _KINDS: dict[str, Any] = {
-    "natural": Natural, "eigenbasis": Eigenbasis, "spectral": Spectral, "adam": AdamW
+    "natural": Natural, "eigenbasis": Eigenbasis, "spectral": Spectral,
+    "two-sided": TwoSided, "adam": AdamW,
 }  # fmt: skip
 
 
@@ -46,10 +48,11 @@ def _build_rule(name: str, options: dict[str, Any]) -> tuple[Rule, dict[str, Any
     remaining = {n: options[n] for n in options if n not in {*estimation, *rule_options}}
     if name == "natural":
         rule_options.setdefault("warmup", 0)
-    if name == "spectral":
+    if name in ("spectral", "two-sided"):
         remaining.pop("likelihood", None)
         if "betas" in remaining:
-            rule_options["others"] = AdamW(remaining.pop("betas"), rate=0.5)
+            others = _KINDS[name]().others
+            rule_options["others"] = AdamW(remaining.pop("betas"), rate=others.rate)
         if estimation:
             estimation.setdefault("ema", 0.8)
     if estimation:

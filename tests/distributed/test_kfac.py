@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduce": {**NATURAL, "sharing": "reduce"},
     "eigenbasis": {"rule": "eigenbasis", "lr": 3e-3},
     "spectral": {"rule": "spectral", "lr": 6e-3, "ema": 0.8},
+    "two-sided": {"rule": "two-sided", "lr": 6e-3, "ema": 0.8},
     "decay": {**NATURAL, "weight_decay": 0.1, "momentum": 0.5},
 }
 

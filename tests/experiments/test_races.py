@@ -176,7 +176,11 @@ def test_leads() -> None:
     }
     claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judge_claims(actual, OURS)
     assert [holds for _, holds, _ in claims] == [True, True, True]
-    del actual["ours, 0.8"]
+    actual["kfac-two-sided, 0.8"] = actual.pop("ours, 0.8")
+    claims = Lead("muon", steps=0.8, by="kfac-two-sided").judge_claims(actual, OURS)
+    assert [holds for _, holds, _ in claims] == [True]
+    assert claims[0][0].startswith("Runs of K-FAC, two-sided reach")
+    del actual["kfac-two-sided, 0.8"]
     claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judge_claims(actual, OURS)
     assert [holds for _, holds, _ in claims] == [False, False, False]
     assert "never" not in claims[1][2]
@@ -190,7 +194,8 @@ def test_grids_are_equally_large() -> None:
             assert set(entrants) <= set(OPTIMIZERS)
         assert all(lead.rival in race.entrants for lead in race.leads)
         limits = [lead.steps for lead in race.leads if lead.steps]
-        assert min(race.lengths) <= max(limits)
+        shares = chain(race.lengths, *(e.lengths for e in race.entrants.values()))
+        assert min(shares) <= max(limits)
 
 
 @pytest.mark.parametrize("best", [0.07, 1.0, 3.0, 30.0])
@@ -246,7 +251,7 @@ def test_a_bracketed_race_reuses_its_search_and_goes_on(
         executor.run(race, out=tmp_path, only=["lion"])
     outcome = executor.run(race, out=tmp_path)
     assert outcome.finished == outcome.total
-    assert len(counted.calls) == len(set(counted.calls)) + 2 + 3  # paces, and shorter runs of ours
+    assert len(counted.calls) == len(set(counted.calls)) + 3 + 6  # paces, and shorter runs
     state = json.loads((tmp_path / "race-text-large.json").read_text("utf-8"))
     rates = next(t for t in state["summary"]["tables"] if "rates" in t["title"])
     assert [row[1] for row in rates["rows"][:3]] == ["0.004", "0.008", "0.016"]

@@ -61,6 +61,7 @@ KFAC: dict[str, dict[str, Any]] = {
     "KFAC, clipped": {"kl_clip": 1e-3},
     "KFAC, rule eigenbasis": {"rule": "eigenbasis", "damping": None},
     "KFAC, rule spectral": {"rule": "spectral"},
+    "KFAC, rule two-sided": {"rule": "two-sided"},
 }
 
 

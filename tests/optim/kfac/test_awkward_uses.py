@@ -16,6 +16,7 @@ RULES: list[dict[str, Any]] = [
     {},
     {"likelihood": pb.likelihoods.Categorical()},
     {"rule": "spectral"},
+    {"rule": "two-sided"},
     {"rule": "eigenbasis"},
 ]
 

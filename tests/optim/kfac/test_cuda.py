@@ -117,7 +117,7 @@ def test_float16_with_a_scaler() -> None:
     assert all(row.block.startswith(("kronecker", "units")) for row in opt.coverage())
 
 
-@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral", "two-sided"])
 def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
     """In float64, also past gradients that are not finite."""
     ends = []
@@ -138,7 +138,7 @@ def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
     assert_close(ends[1], ends[0], 1e-6)
 
 
-@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral", "two-sided"])
 @pytest.mark.parametrize("finished_steps", [7, 10])  # a plain step, and one with statistics
 def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, finished_steps: int) -> None:
     model = net(torch.float32).cuda()
@@ -154,7 +154,7 @@ def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, finished_steps: 
     assert "not finite" in opt.info.reason
 
 
-@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral", "two-sided"])
 def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> None:
     """Bases, roots and polar factors are in float16 there."""
     moves = []

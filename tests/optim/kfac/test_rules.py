@@ -13,11 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.grams.kronecker import Pair
 from pullback.maps.roles import Role
 from pullback.optim.kfac import AdamW as AdamWRule
-from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Spectral
+from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Spectral, TwoSided
 from pullback.optim.kfac.factors.block import BlockKind
-from pullback.optim.kfac.rules.base import BlockShape, StepContext
+from pullback.optim.kfac.rules.base import (
+    BlockShape,
+    FactorAverages,
+    RefreshReport,
+    StepContext,
+)
 from pullback.steps import QuadraticModel
 from tests.kfac_options import kfac_of
 from tests.pairs import each_once
@@ -25,7 +31,7 @@ from tests.pairs import each_once
 from ..common import assert_close, vector
 from .common import DOUBLE, Fused, Then
 
-RULES = ["eigenbasis", "spectral"]
+RULES = ["eigenbasis", "spectral", "two-sided"]
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +206,7 @@ class Whitened:
         self.ema = ema
         self.decay = decay
         self.side: Any = 0.0
+        self.output_side: Any = 0.0
         self.momentum: Any = 0.0
         self.square: Any = 0.0
 
@@ -215,6 +222,10 @@ class Whitened:
         whitened = ahead
         if rule.whitening:
             whitened = ahead @ root(self.side, damping)
+        if isinstance(rule, TwoSided):
+            d = self.watched.cotangents[self.layer]
+            self.output_side = self.ema * self.output_side + (1 - self.ema) * d.T @ d / len(d)
+            whitened = root(self.output_side, damping) @ whitened
         u = polar(whitened)
         self.square = rule.adapt * self.square + (1 - rule.adapt) * weight.grad.square().mean()
         u = u / u.square().mean(1, keepdim=True).sqrt()
@@ -227,16 +238,20 @@ class Whitened:
 
 
 @pytest.mark.parametrize(
-    ("damping", "parts"),
+    ("kind", "damping", "parts"),
     [
-        (0.05, {}),
-        (1e-4, {}),
-        (0.05, {"whitening": False}),
-        (0.05, {"agreement": False}),
-        (0.05, {"whitening": False, "agreement": False}),
+        (Spectral, 0.05, {}),
+        (Spectral, 1e-4, {}),
+        (Spectral, 0.05, {"whitening": False}),
+        (Spectral, 0.05, {"agreement": False}),
+        (Spectral, 0.05, {"whitening": False, "agreement": False}),
+        (TwoSided, 0.05, {}),
+        (TwoSided, 1e-4, {"agreement": False}),
     ],
 )
-def test_ten_steps_of_the_whitened_polar_factor(damping: float, parts: dict[str, bool]) -> None:
+def test_ten_steps_of_the_whitened_polar_factor(
+    kind: type[Spectral], damping: float, parts: dict[str, bool]
+) -> None:
     model = mlp(4, 6, 5, 3)
     lr = 0.05
     ema = 0.8
@@ -244,7 +259,7 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float, parts: dict[str,
     betas = (0.7, 0.95)
     twin = copy.deepcopy(model)
     options = {"estimation": Estimation(ema=ema), "others": AdamWRule(betas, rate=0.5)}
-    rule = Spectral(momentum=0.8, adapt=0.9, damping=damping, **parts, **options)
+    rule = kind(momentum=0.8, adapt=0.9, damping=damping, **parts, **options)
     opt = pb.KFAC(model, lr, rule=rule, weight_decay=decay, statistics_every=1, invert_every=1)
     layers = [m for m in twin if isinstance(m, nn.Linear)]
     watched = Watched(layers)
@@ -263,7 +278,7 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float, parts: dict[str,
         for other in others:
             other.step(0.5 * lr)
         assert_close(vector(model), vector(twin), 1e-8)
-    ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
+    ruled = {r.name for r in opt.coverage() if r.rule == rule.name}
     assert ruled == {"0.weight", "2.weight"}
 
 
@@ -305,7 +320,9 @@ def test_matrices_of_few_inputs_take_longer_steps(layer: nn.Module, growth: floa
     assert_close(size, torch.tensor(0.75 * growth * agreement), 1e-6)
 
 
-@pytest.mark.parametrize("rule", [Eigenbasis(), Spectral(others=AdamWRule())], ids=RULES)
+@pytest.mark.parametrize(
+    "rule", [Eigenbasis(), Spectral(others=AdamWRule()), TwoSided()], ids=RULES
+)
 def test_weight_decay_is_decoupled(rule: Any) -> None:
     """Without a gradient of the loss there is nothing but the decay."""
     model = mlp(3, 4, 2)
@@ -355,17 +372,18 @@ class Projections(nn.Module):
         return self.out(h.transpose(1, 2).flatten(2)).mean(1)
 
 
+@pytest.mark.parametrize("rule", ["spectral", "two-sided"])
 @pytest.mark.parametrize(
     ("sizes", "gated"), [((6, 6, 6), False), ((6, 3, 3), False), ((6, 6), True)], ids=str
 )
 def test_fused_matrices_have_the_directions_of_separate_ones(
-    sizes: tuple[int, ...], gated: bool
+    sizes: tuple[int, ...], gated: bool, rule: str
 ) -> None:
     """Queries, keys and values, as many heads or fewer of the latter; gate and up."""
     x = torch.randn(9, 5, 4)
     y = torch.randn(9, 2)
     fused, single = (
-        first_step(Projections(sizes, is_fused, gated), x, y, rule="spectral")
+        first_step(Projections(sizes, is_fused, gated), x, y, rule=rule)
         for is_fused in (True, False)
     )
     for i, direction in enumerate(fused["layers.0.weight"].split(sizes)):
@@ -392,9 +410,12 @@ class Tied(nn.Module):
         return self.head(self.norm(h + torch.tanh(self.inner(h)))).mean(1)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_transposed_convolutions_follow_as_convolutions_of_the_transpose_do(rule: str) -> None:
-    """With windows of one pixel both are the same map, also in groups."""
+    """With windows of one pixel both are the same map, also in groups.
+
+    To the two-sided rule the rows of a weight, which it gives one length, are those that it has.
+    """
     layers: list[Any] = [nn.Conv2d(6, 8, 1, groups=2), nn.ConvTranspose2d(6, 8, 1, groups=2)]
     grouped = layers[0].weight.detach().view(2, 4, 3)
     layers[1].weight.data = grouped.mT.reshape(6, 4, 1, 1).contiguous()
@@ -544,7 +565,7 @@ def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -
 
 @pytest.mark.parametrize("rule", RULES)
 def test_long_sides_are_left_to_adam(rule: str) -> None:
-    """Those that the rule reads: to spectral outputs do not matter."""
+    """Those that the rule needs as matrices: to spectral ones outputs do not matter."""
     model = mlp(3, 9, 3, 3, 2)
     x = torch.randn(9, 3)
     y = torch.randn(9, 2)
@@ -553,10 +574,10 @@ def test_long_sides_are_left_to_adam(rule: str) -> None:
     mse(model(x), y).backward()
     opt.step()
     ruled = {r.name for r in opt.coverage() if r.rule == rule}
-    assert (
-        ruled
-        == {"eigenbasis": {"4.weight", "6.weight"}, "spectral": {"0.weight", "4.weight"}}[rule]
-    )
+    expected = {"0.weight", "4.weight"}  # two-sided has a diagonal for nine outputs
+    if rule == "eigenbasis":
+        expected = {"4.weight", "6.weight"}
+    assert ruled == expected
     assert bool((vector(model) != start).all())
 
 
@@ -572,7 +593,7 @@ def test_reports(rule: str) -> None:
     matrices = [m.weight for m in model.children() if isinstance(m, nn.Linear)]
     size = sum(w.numel() for w in (matrices if rule == "eigenbasis" else matrices[:-1]))
     assert opt.gram().dense().shape == (size, size)
-    assert len(opt.average()) == 3 - (rule == "spectral")
+    assert len(opt.average()) == 3 - (rule != "eigenbasis")
     assert all(d.rank < d.size for d in opt.degenerate())
     assert all(n > 0 for n in opt.memory().values())
     opt.close()
@@ -590,6 +611,7 @@ def test_reports(rule: str) -> None:
         ({}, "Eigenbasis", None),
         ({"rule": "eigenbasis"}, "Eigenbasis", None),
         ({"rule": "spectral", "damping": 0.3}, "Spectral", None),
+        ({"rule": "two-sided", "damping": 0.3}, "Two-sided", None),
         ({"rule": "natural"}, "Natural", 1e-3),
         ({"likelihood": nn.CrossEntropyLoss()}, "Natural", 1e-3),
         ({"damping": 0.1, "kl_clip": None}, "Natural", None),
@@ -785,7 +807,9 @@ def test_rotations_of_inputs_are_not_noticed_by_spectral() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("rule", [Eigenbasis(eps=0.0), Spectral(head=True)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Eigenbasis(eps=0.0), Spectral(head=True), TwoSided(head=True)], ids=str
+)
 def test_the_scale_of_the_loss_is_not_noticed(rule: Any) -> None:
     groups = by(rule)
     assert apart(groups, torch.eye(3), torch.eye(5), scale=1e4) < 1e-5
@@ -897,6 +921,65 @@ def test_filters_of_single_channels_follow_adam(rule: str) -> None:
             assert_close(filters, twin, 1e-10)
         rows = {r.name: r for r in opt.coverage()}
         assert (rows["0.weight"].rule, rows["2.weight"].rule) == ("adam", rule)
+
+
+def make_averages(sizes: list[int], blocks: int = 2) -> list[FactorAverages]:
+    """Random factors of square weights of these sizes, of full rank."""
+    averages = []
+    for size in sizes:
+        left, right = torch.randn(2, blocks, size, 2 * size)
+        pair = Pair(left @ left.mT, right @ right.mT)
+        averages.append(FactorAverages(pair, torch.ones(())))
+    return averages
+
+
+def make_states(rule: Spectral, averages: list[FactorAverages]) -> list[Any]:
+    shapes = [stack.pair.output_factor.shape for stack in averages]
+    device = torch.device("cpu")
+    return [
+        rule.init(BlockShape(BlockKind.KRONECKER, tuple(shape), True, True, DOUBLE, device))
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("kind", [Spectral, TwoSided])
+def test_stacks_have_the_roots_together_that_they_have_alone(kind: type[Spectral]) -> None:
+    """Factors of one size share their products, those of other sizes do not disturb."""
+    rule = kind()
+    averages = make_averages([4, 3, 4])
+    together = make_states(rule, averages)
+    alone = make_states(rule, averages)
+    for report in rule.refresh_stacks(averages, together):
+        assert not report.failed
+    for stack, one, other in zip(averages, together, alone, strict=True):
+        rule.refresh(stack, other)
+        for name, tensor in one.tensors().items():
+            torch.testing.assert_close(tensor, other.tensors()[name])
+        for block, factor in enumerate(stack.pair.input_factor):
+            assert_close(one.root[block], root(factor, rule.relative_damping), 1e-12)
+
+
+@pytest.mark.parametrize("kind", [Spectral, TwoSided])
+def test_a_factor_without_a_root_fails_alone(kind: type[Spectral]) -> None:
+    rule = kind()
+    averages = make_averages([4, 4])
+    averages[1].pair.input_factor[0] = torch.nan
+    reports = list(rule.refresh_stacks(averages, make_states(rule, averages)))
+    assert [report.failed for report in reports] == [set(), {0}]
+    assert reports[1].notes == {0: ["its root did not converge"]}
+
+
+def test_a_subclass_with_a_refresh_of_its_own_is_refreshed_by_it() -> None:
+    class Unwhitened(Spectral):
+        def refresh(self, averages: FactorAverages, state: Any) -> RefreshReport:
+            state.root = torch.eye(4).expand_as(state.root).clone()
+            return RefreshReport()
+
+    rule = Unwhitened()
+    averages = make_averages([4])
+    (state,) = make_states(rule, averages)
+    list(rule.refresh_stacks(averages, [state]))
+    assert torch.equal(state.root[1], torch.eye(4))
 
 
 def test_stacks_have_the_directions_together_that_they_have_alone() -> None:

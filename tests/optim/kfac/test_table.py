@@ -109,7 +109,7 @@ def load(model: nn.Module, opt: pb.KFAC, path: Path, planner: Any = None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("layer", "rule"), each_once(LAYERS, ["natural", "eigenbasis", "spectral"])
+    ("layer", "rule"), each_once(LAYERS, ["natural", "eigenbasis", "spectral", "two-sided"])
 )
 def test_distributed_checkpoints_load_before_the_first_step(
     layer: str, rule: str, tmp_path: Path

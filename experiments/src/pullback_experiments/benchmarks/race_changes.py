@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -24,17 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pullback import KFAC
-from pullback.grams.kronecker.roots import inverse_root
-from pullback.optim.kfac import AdamW, Estimation, Spectral, Statistics
-from pullback.optim.kfac.rules import (
-    BlockShape,
-    FactorAverages,
-    RefreshReport,
-    Rule,
-    RuleState,
-    StepContext,
-)
-from pullback.optim.kfac.rules.base import SYMMETRIC
+from pullback.optim.kfac import AdamW, Spectral, TwoSided
+from pullback.optim.kfac.rules import BlockShape, Rule, RuleState, StepContext
 from pullback.optim.kfac.rules.spectral import SpectralState
 
 from ..framework.benchmark import RESULTS, Record, make_parser
@@ -48,49 +39,9 @@ LR = Spectral.defaults.lr
 UNCHANGED = "unchanged"
 
 
-# --- the output factor ----------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class TwoSidedState(SpectralState):
-    """The inverse root of the output factor beside the state of `Spectral`, (B, O, O)."""
-
-    output_root: Tensor = field(metadata=SYMMETRIC)
-
-
-class TwoSided(Spectral):
-    r"""The polar factor of (R + λ)^(-½) M (C + λ)^(-½), λ in shares of the factors' means.
-
-    R = mean δδᵀ of the loss's own cotangents.
-    """
-
-    name: ClassVar = "two-sided"
-    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
-
-    def __init__(self, **options: Any) -> None:
-        estimation = Estimation(ema=0.8).with_metric(None, None, fisher="empirical")
-        super().__init__(estimation=estimation, **options)
-
-    def init(self, shape: BlockShape) -> TwoSidedState:
-        state = super().init(shape)
-        blocks, rows, _ = shape.size
-        output_root = shape.zeros(blocks, rows, rows, dtype=state.root.dtype)
-        return TwoSidedState(**vars(state), output_root=output_root)
-
-    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
-        assert isinstance(state, TwoSidedState)
-        report = super().refresh(averages, state)
-        output_factor = averages.pair.output_factor
-        root, has_converged = inverse_root(output_factor, self.relative_damping)
-        state.output_root = root.to(state.output_root.dtype)
-        for block, is_found in enumerate(has_converged.tolist()):
-            if not is_found:
-                report.fail(block, "the root of its output factor did not converge")
-        return report
-
-    def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
-        assert isinstance(state, TwoSidedState)
-        return torch.bmm(state.output_root, super().whiten(momentum, squares, state))
+def _two_sided(**options: Any) -> Callable[[], Rule]:
+    """Return the rule with the output factor; its momentum and AdamW's share are `Spectral`'s."""
+    return lambda: TwoSided(**{"momentum": 0.9, "others": AdamW(rate=0.5), **options})
 
 
 # --- the input factor on the output head ----------------------------------------------------------
@@ -240,10 +191,15 @@ def _normuon(rate: float, adamw_share: float) -> optimizers.Build:
 
 ROWS: dict[str, optimizers.Build] = {
     UNCHANGED: _kfac(),
-    "output factor too": _kfac(TwoSided),
+    "output factor too": _kfac(_two_sided()),
     "output factor too, statistics and roots every 5 steps": _kfac(
-        TwoSided, statistics_every=5, invert_every=5
+        _two_sided(), statistics_every=5, invert_every=5
     ),
+    "output factor too, AdamW at the whole rate": _kfac(_two_sided(others=AdamW())),
+    "the two-sided rule": _kfac(TwoSided),
+    "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
+    "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
+    "momentum 0.85": _kfac(partial(Spectral, momentum=0.85)),
     "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
     "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
     "refresh denser at first": _refresh_densely_at_first,

@@ -33,8 +33,12 @@ _DEFAULT_RATE = 6e-3
 _TWO = (0, 1)
 _THREE = (0, 1, 2)
 
+_OURS = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.8,))
+_TWO_SIDED = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.85,))
+
 TEXT = {
-    "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
+    "kfac": _OURS,
+    "kfac-two-sided": _TWO_SIDED,
     "soap": Entrant((2e-3,), seeds=_THREE),
     "normuon-0.9": Entrant((8e-3,)),
     "normuon-0.9-half": Entrant((8e-3,), seeds=_THREE, pace_of="normuon-0.9"),
@@ -43,12 +47,14 @@ TEXT = {
     "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
 }
 LARGE = {
-    "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
+    "kfac": _OURS,
+    "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9": Entrant((8e-3,)),
-    "normuon-0.9-half": Entrant((8e-3,), seeds=(0,), pace_of="normuon-0.9"),
+    "normuon-0.9-half": Entrant((4e-3,), seeds=(0,), pace_of="normuon-0.9"),
 }
 LARGEST = {
-    "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
+    "kfac": _OURS,
+    "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9-half": Entrant((4e-3,)),
     "kfac-rate-0.5": Entrant((_DEFAULT_RATE / 2,), fixed=True, pace_of="kfac"),
     "kfac-rate-2": Entrant((2 * _DEFAULT_RATE,), fixed=True, pace_of="kfac"),
@@ -83,7 +89,6 @@ EXPERIMENTS = (
         quick_tasks=("text-quick",),
         entrants=TEXT,
         quick_entrants={name: TEXT[name] for name in ("kfac", "normuon-0.9", "adamw")},
-        lengths=(1.0, 0.8),
         pace_steps=120,
         seeds=(0, 1, 2, 3, 4),
         leads=(
@@ -109,7 +114,6 @@ EXPERIMENTS = (
         quick_tasks=("text-quick",),
         entrants=LARGE,
         quick_entrants=LARGE,
-        lengths=(1.0, 0.8),
         pace_steps=80,
         leads=(
             Lead("normuon-0.9", below=0.003, steps=0.85, seconds=1.0),
@@ -126,7 +130,6 @@ EXPERIMENTS = (
         quick_tasks=("text-quick",),
         entrants=LARGEST,
         quick_entrants=LARGEST,
-        lengths=(1.0, 0.8),
         pace_steps=40,
         seeds=(0,),
         shorter_seeds=(0,),

@@ -63,7 +63,7 @@ class BracketedRace(Race):
     """A race in which a search has runs of full length, and the first rate is only its start.
 
     The search has a seed of the race, whose run at the best rate counts as that seed's. An entrant
-    that is fixed is not searched. The first of ours is fixed, and shorter runs are its own.
+    that is fixed is not searched, and may run for fewer steps too.
     """
 
     search: float = 1.0
@@ -81,11 +81,27 @@ class BracketedRace(Race):
                 if not entrant.fixed:
                     items.append(self._search_item(task, name))
                 items.append(self._seed_item(task, name, entrant))
-            for share in self._shorter(quick):
-                key = (task, f"ours, {share:g}")
-                work = partial(self._train_fixed, task, self.ours[0], share)
-                items.append(Item(key, work, seeds=self.shorter_seeds, after=()))
+                for share in entrant.lengths:
+                    work = partial(self._train_fixed, task, name, share)
+                    key = (task, f"{name}, {share:g}")
+                    items.append(Item(key, work, seeds=self._find_shorter_seeds(entrant), after=()))
         return items
+
+    def _find_shorter_seeds(self, entrant: Entrant) -> Sequence[int] | None:
+        """Return the seeds of an entrant's shorter runs: those that both it and these have."""
+        if entrant.seeds is None or self.shorter_seeds is None:
+            return entrant.seeds or self.shorter_seeds
+        return [seed for seed in self.shorter_seeds if seed in entrant.seeds]
+
+    def _list_shorter_runs(self, quick: bool) -> list[str]:
+        entrants = self._entrants(quick).items()
+        return [f"{name}, {share:g}" for name, entrant in entrants for share in entrant.lengths]
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        """Return that of a race, whose lengths are not those of these entrants."""
+        config = super().config(quick)
+        del config["lengths"]
+        return config
 
     def _timed(self, quick: bool) -> list[str]:
         """Return the entrants whose pace is measured."""

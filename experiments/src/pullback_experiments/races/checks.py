@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: records over seeds, by optimizer; runs of ours with fewer steps are called "ours, 0.85"
+#: records over seeds, by optimizer; runs with fewer steps are called "kfac, 0.85", or "ours, 0.85"
+#: where the best of ours ran
 GroupedRecords = Mapping[str, Sequence[Record]]
 
 
@@ -31,15 +32,19 @@ class Lead:
         rival: whose final held-out loss it is about.
         below: nats.
         steps, seconds: shares of the rival's.
+        by: which of ours, by default the best of them.
     """
 
     rival: str
     below: float | None = None
     steps: float | None = None
     seconds: float | None = None
+    by: str | None = None
 
     def judge_claims(self, records: GroupedRecords, ours: Sequence[str]) -> list[Claim]:
         """Return (claim, holds, numbers) of all that it claims."""
+        if self.by is not None:
+            ours = [self.by]
         claims = []
         if self.below is not None:
             claims.append(self._judge_end(records, ours, self.below))
@@ -48,6 +53,11 @@ class Lead:
         if self.seconds is not None:
             claims.append(self._judge_speed(records, ours, "seconds", self.seconds))
         return claims
+
+    def _subject(self) -> str:
+        if self.by is None:
+            return "K-FAC's rules"
+        return f"Runs of {title(self.by)}"
 
     def _judge_end(self, records: GroupedRecords, ours: Sequence[str], below: float) -> Claim:
         """Judge whether the best of ours ends so much below the rival."""
@@ -59,7 +69,7 @@ class Lead:
             best = min(ends, key=lambda name: ends[name])
             end = ends[best]
             best_title = title(best)
-        claim = f"K-FAC's rules end {below:g} below {title(self.rival)}"
+        claim = f"{self._subject()} end {below:g} below {title(self.rival)}"
         return claim, end <= level - below, f"{end:.4f} ({best_title}) and {level:.4f}"
 
     def _judge_speed(
@@ -77,7 +87,7 @@ class Lead:
         else:
             amount = f"{share:g} of its {unit}"
             holds = best <= share * theirs
-        claim = f"K-FAC's rules reach the final loss of {title(self.rival)} in {amount}"
+        claim = f"{self._subject()} reach the final loss of {title(self.rival)} in {amount}"
         return claim, holds, f"{_shown(best)} and {_shown(theirs)} {unit} to {level:.4f}"
 
 
@@ -114,7 +124,7 @@ def _median_at(records: Sequence[Record], name: str, i: int) -> float:
 
 def _runs_of_ours(records: GroupedRecords, ours: Sequence[str]) -> list[Sequence[Record]]:
     """Return runs of K-FAC's rules, of full length and shorter."""
-    return [runs for name, runs in records.items() if name in ours or name.startswith("ours")]
+    return [runs for name, runs in records.items() if _entrant(name) in {*ours, "ours"}]
 
 
 def table(records: GroupedRecords, heading: str) -> Table:
@@ -159,6 +169,7 @@ _NAMES = {
     "kfac-eigenbasis": "K-FAC, eigenbasis",
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
+    "kfac-two-sided": "K-FAC, two-sided",
     "kfac-rate-0.5": "K-FAC, half the rate",
     "kfac-rate-2": "K-FAC, twice the rate",
     "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
@@ -168,12 +179,15 @@ _NAMES = {
 def title(name: str, method: str = "kfac-spectral") -> str:
     """Return an optimizer's name for readers, or that of a shorter run of `method`.
 
-    >>> title("muon-0.9"), title("ours, 0.85")
-    ('Muon, momentum 0.9', 'K-FAC, spectral, 0.85 of the steps')
+    >>> title("muon-0.9"), title("ours, 0.85"), title("kfac, 0.8")
+    ('Muon, momentum 0.9', 'K-FAC, spectral, 0.85 of the steps', 'K-FAC, 0.8 of the steps')
     """
     if not _shorter(name):
         return _NAMES.get(name, name)
-    return f"{_NAMES.get(method, method)}, {name.removeprefix('ours, ')} of the steps"
+    entrant, _, share = name.partition(", ")
+    if entrant == "ours":
+        entrant = method
+    return f"{_NAMES.get(entrant, entrant)}, {share} of the steps"
 
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
@@ -237,7 +251,12 @@ def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
 
 
 def _shorter(name: str) -> bool:
-    return name.startswith("ours")
+    return ", " in name
+
+
+def _entrant(name: str) -> str:
+    """Return whose run it is, of full length or shorter."""
+    return name.partition(", ")[0]
 
 
 def _limits(records: GroupedRecords) -> tuple[float, float]:

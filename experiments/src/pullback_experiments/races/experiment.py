@@ -34,6 +34,8 @@ class Entrant:
         settings: of its constructor, over those of the table of optimizers.
         fixed: whether the first rate is taken without a search.
         seeds: it runs with these alone, where not with all of the race.
+        lengths: shares of the steps for which it runs too, each with its schedule (bracketed
+            races).
         pace_of: the entrant whose steps cost as much, which is timed in its place.
     """
 
@@ -41,6 +43,7 @@ class Entrant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     fixed: bool = False
     seeds: Sequence[int] | None = None
+    lengths: Sequence[float] = ()
     pace_of: str | None = None
 
     def describe(self) -> Record:
@@ -191,9 +194,12 @@ class Race(Experiment):
             loss = record["final"]
         return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
 
+    def _list_shorter_runs(self, quick: bool) -> list[str]:
+        """Return the names of runs with fewer steps."""
+        return [f"ours, {share:g}" for share in self._shorter(quick)]
+
     def _group_records(self, results: Results, task: str) -> GroupedRecords:
-        names = list(self._entrants(results.quick))
-        names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
+        names = [*self._entrants(results.quick), *self._list_shorter_runs(results.quick)]
         records = {}
         for name in names:
             if runs := results.of(task, name):

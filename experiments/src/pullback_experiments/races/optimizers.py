@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 from pullback.likelihoods import Categorical
-from pullback.optim.kfac import AdamW, Eigenbasis, Rule, Spectral
+from pullback.optim.kfac import AdamW, Eigenbasis, Rule, Spectral, TwoSided
 
 from ..learning.natural import natural_kfac
 
@@ -108,6 +108,11 @@ def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]
     return [_make_kfac(model, lr, Spectral, settings)]
 
 
+def two_sided(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    """K-FAC's factors on both sides, then the polar factor."""
+    return [_make_kfac(model, lr, TwoSided, settings)]
+
+
 def eigenbasis(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Adam in the eigenbases of K-FAC's factors, with the memories of the other entrants."""
     return [_make_kfac(model, lr, Eigenbasis, {"rule_betas": (0.9, 0.95), **settings})]
@@ -160,6 +165,7 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
+    "kfac-two-sided": _preset(two_sided, rule_cuda_graph=True),
     "kfac-rate-0.5": default,
     "kfac-rate-2": default,
     "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),

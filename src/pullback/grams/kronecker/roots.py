@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class Thresholds:
     #: rows of bases that are turned together with others: operations on larger ones take longer
     #: than their launch
     joint_turn: int = 128
+    #: rows of factors whose roots are found together with others: products of larger ones fill a
+    #: GPU by themselves
+    joint_root: int = 1024
 
 
 _THRESHOLDS = Thresholds()
@@ -127,8 +130,15 @@ def _exact_polar(x: Tensor) -> Tensor:
     return root @ x
 
 
-def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
-    r"""Return Z = (1 + C/c)^(-½) with c = λ tr(C)/n for symmetric C ≥ 0, and which converged, (G,).
+class InverseRoots(NamedTuple):
+    """Roots of G factors, (G, n, n) or (G, n) of diagonals, and which of them converged, (G,)."""
+
+    roots: Tensor
+    has_converged: Tensor
+
+
+def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> InverseRoots:
+    r"""Return Z = (1 + C/c)^(-½) with c = λ tr(C)/n for symmetric C ≥ 0, and which converged.
 
     C are matrices (G, n, n) or diagonals (G, n). For matrices Y → A^½, Z → A^(-½) by
 
@@ -142,7 +152,7 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple
     factor = factor / mean.view(-1, *[1] * (factor.ndim - 1))
     if factor_matrix.is_diagonal(factor):
         out = (1 + factor / damping).rsqrt()
-        return out, torch.isfinite(out).all(-1)
+        return InverseRoots(out, torch.isfinite(out).all(-1))
     if not _prefers_products(factor):
         return _exact_inverse_root(factor, damping)
     y = factor_matrix.add_identity(factor, torch.full_like(mean, damping), overwrite=True)
@@ -165,7 +175,26 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple
     t = multiply(z, y)
     has_converged = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.diagonal_error
     z = multiply(_evaluate_polynomial(t, _LAST_POLYNOMIAL, multiply), z)
-    return z * (damping / norm).sqrt(), has_converged
+    return InverseRoots(z * (damping / norm).sqrt(), has_converged)
+
+
+def inverse_roots(
+    factors: Sequence[Tensor], damping: float, *, fine: bool = False
+) -> list[InverseRoots]:
+    """Return `inverse_root` of several stacks; small factors of one size are handled at once."""
+    groups: dict[Any, list[int]] = {}
+    for i, factor in enumerate(factors):
+        form: Any = i
+        if factor.shape[-1] <= _THRESHOLDS.joint_root:
+            form = (factor.shape[1:], factor.dtype, factor.device)
+        groups.setdefault(form, []).append(i)
+    by_index: dict[int, InverseRoots] = {}
+    for indices in groups.values():
+        counts = [len(factors[i]) for i in indices]
+        joint = inverse_root(torch.cat([factors[i] for i in indices]), damping, fine=fine)
+        parts = zip(joint.roots.split(counts), joint.has_converged.split(counts), strict=True)
+        by_index.update(zip(indices, map(InverseRoots._make, parts), strict=True))
+    return [by_index[i] for i in range(len(factors))]
 
 
 def _evaluate_polynomial(
@@ -180,7 +209,7 @@ def _evaluate_polynomial(
     return p
 
 
-def _exact_inverse_root(factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _exact_inverse_root(factor: Tensor, damping: float) -> InverseRoots:
     """Return (1 + C/λ)^(-½) by `eigh` for C with a mean eigenvalue of 1, and which are finite.
 
     A matrix that is not finite is replaced by zeros in the `eigh`, which would raise for it.
@@ -190,10 +219,11 @@ def _exact_inverse_root(factor: Tensor, damping: float) -> tuple[Tensor, Tensor]
     try:
         values, vectors = torch.linalg.eigh(finite_factor)
     except torch.linalg.LinAlgError:
-        return factor, torch.zeros(len(factor), dtype=torch.bool, device=factor.device)
+        no_block = torch.zeros(len(factor), dtype=torch.bool, device=factor.device)
+        return InverseRoots(factor, no_block)
     roots = (1 + values.clamp(min=0) / damping).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
-    return root, is_finite & torch.isfinite(root).flatten(1).all(1)
+    return InverseRoots(root, is_finite & torch.isfinite(root).flatten(1).all(1))
 
 
 def eigenbasis(factor: Tensor) -> Tensor:

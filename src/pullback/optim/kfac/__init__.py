@@ -10,7 +10,7 @@ from ..._core.lazy import attach
 from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
 from .report import Coverage, Degenerate, KFACInfo
-from .rules import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
+from .rules import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics, TwoSided
 
 if TYPE_CHECKING:
     from .load_planner import KFACLoadPlanner
@@ -35,4 +35,5 @@ __all__ = [
     "Spectral",
     "Statistics",
     "Tikhonov",
+    "TwoSided",
 ]

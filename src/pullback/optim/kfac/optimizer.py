@@ -109,7 +109,7 @@ class KFAC(Optimizer):
     Options of a rule are arguments of the rule: `KFAC(model, rule=Natural(fisher="exact"))`. It has
     defaults for what is not given here:
 
-    | argument | `Eigenbasis` | `Spectral` | `Natural` |
+    | argument | `Eigenbasis` | `Spectral`, `TwoSided` | `Natural` |
     |---|---|---|---|
     | `lr` | 9e-3 | 6e-3 | 0.1 |
     | `statistics_every`, `invert_every` | 10, 10 | 10, 20 | 10, 100 |
@@ -117,11 +117,12 @@ class KFAC(Optimizer):
     Args:
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
-        rule: a `Rule`, or its name with the default options: "eigenbasis", "spectral", "natural".
-            By default "natural" where `likelihood`, `damping` or `step` is given, else "spectral"
+        rule: a `Rule`, or its name with the default options: "eigenbasis", "spectral",
+            "two-sided", "natural". By default "natural" where `likelihood`, `damping` or `step` is given, else "spectral"
             for transformers and normalized networks, and "eigenbasis" for others.
         likelihood: short for `rule=Natural(likelihood)`.
-        damping: short for `rule=Natural(damping=...)`, or with "spectral" for that rule's.
+        damping: short for `rule=Natural(damping=...)`, or with "spectral" or "two-sided" for that
+            rule's.
         params: parameters or param groups, by default all of the model's. Groups may have their own
             `lr` and `weight_decay`, with `Natural` `momentum`, and with other rules `betas`. These
             reach parameters that follow AdamW alone: `Eigenbasis(betas=)` and

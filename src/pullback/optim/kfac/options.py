@@ -21,7 +21,17 @@ from ..checks import choose_metric, refuse_parameter
 from .arguments import check
 from .factors.damping import Damping
 from .needs import refuse_step
-from .rules import AdamW, Defaults, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
+from .rules import (
+    AdamW,
+    Defaults,
+    Eigenbasis,
+    Estimation,
+    Natural,
+    Rule,
+    Spectral,
+    Statistics,
+    TwoSided,
+)
 
 #: layers by which a transformer or a relative of it is known
 _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -30,6 +40,7 @@ _RULES: dict[str, Callable[..., Rule]] = {
     "natural": Natural,
     "eigenbasis": Eigenbasis,
     "spectral": Spectral,
+    "two-sided": TwoSided,
     "adam": AdamW,
 }
 #: what attributes of a rule must be
@@ -264,8 +275,13 @@ def _check_rule_object(rule: Any, shortcuts: dict[str, Any]) -> Rule:
 def _make_named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
     """Return the rule of this name with its shortcuts; raise for those that it does not have."""
     make = _RULES[name]
-    accepted = {"natural": ("likelihood", "damping"), "eigenbasis": ("likelihood",)}
-    names = {**accepted, "spectral": ("damping",), "adam": ()}[name]
+    names = {
+        "natural": ("likelihood", "damping"),
+        "eigenbasis": ("likelihood",),
+        "spectral": ("damping",),
+        "two-sided": ("likelihood", "damping"),
+        "adam": (),
+    }[name]
     for option in shortcuts:
         if option == "likelihood" and name == "spectral":
             continue  # it reads nothing of the outputs, so that any likelihood goes with it

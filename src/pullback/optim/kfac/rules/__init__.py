@@ -17,6 +17,7 @@ from .base import (
 from .eigenbasis import Eigenbasis
 from .natural import Natural
 from .spectral import Spectral
+from .two_sided import TwoSided
 
 __all__ = [
     "REFRESHED",
@@ -34,4 +35,5 @@ __all__ = [
     "Spectral",
     "Statistics",
     "StepContext",
+    "TwoSided",
 ]

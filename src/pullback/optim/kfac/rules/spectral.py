@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from math import sqrt
 from typing import ClassVar
 
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor
 
 from ....grams.kronecker import factor_matrix
-from ....grams.kronecker.roots import half_precision, inverse_root, polar, scale_to_half
+from ....grams.kronecker.roots import (
+    half_precision,
+    inverse_root,
+    inverse_roots,
+    polar,
+    scale_to_half,
+)
 from ....maps.roles import Role
 from ..arguments import check
 from .adamw import AdamW
@@ -53,6 +60,14 @@ class Thresholds:
 
 
 _THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Inverse roots of the factors of B blocks, and the blocks that have none."""
+
+    matrices: Tensor
+    failed: Sequence[int]
 
 
 @dataclass
@@ -107,6 +122,8 @@ class Spectral(Rule):
     name: ClassVar = "spectral"
     reads: ClassVar = Statistics.INPUTS
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
+    refreshes_together: ClassVar = True
+    refreshed_entries: ClassVar = 2**25
 
     def __init__(
         self,
@@ -157,24 +174,45 @@ class Spectral(Rule):
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         """Find the inverse roots; with more bits and more damping where that fails."""
-        assert isinstance(state, SpectralState)
-        report = RefreshReport()
-        if not self.whitening:
-            return report
-        damping = self.relative_damping
-        is_coarse = damping >= _THRESHOLDS.coarse_damping
-        root, has_converged = inverse_root(averages.pair.input_factor, damping, fine=not is_coarse)
-        state.root = root.to(state.root.dtype)
-        for block in _list_true_indices(~has_converged):
-            factor = averages.pair.input_factor[block : block + 1]
-            for more_damping in (damping, _THRESHOLDS.damping_growth * damping):
-                root, has_converged = inverse_root(factor, more_damping, fine=True)
-                if bool(has_converged):
-                    state.root[block] = root[0].to(state.root.dtype)
-                    break
-            else:
-                report.fail(block, "its root did not converge")
+        (report,) = self._refresh_together([averages], [state])
         return report
+
+    def refresh_stacks(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> Iterator[RefreshReport]:
+        """Refresh all stacks; roots of one size are found together, by one wait for the device."""
+        if type(self).refresh is not Spectral.refresh:  # a subclass has its own, stack by stack
+            return super().refresh_stacks(averages, states)
+        return iter(self._refresh_together(averages, states))
+
+    def list_factors(self, averages: FactorAverages, state: SpectralState) -> list[Tensor]:
+        """Return the factors whose inverse roots the state holds."""
+        return [averages.pair.input_factor]
+
+    def set_roots(self, state: SpectralState, roots: Sequence[Tensor]) -> None:
+        """Store the inverse roots of these factors in the state."""
+        state.root = roots[0].to(state.root.dtype)
+
+    def _refresh_together(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> list[RefreshReport]:
+        if not self.whitening:
+            return [RefreshReport() for _ in states]
+        spectral_states = [state for state in states if isinstance(state, SpectralState)]
+        factors_of_stacks = [
+            self.list_factors(stack, state)
+            for stack, state in zip(averages, spectral_states, strict=True)
+        ]
+        roots = iter(find_roots(list(chain(*factors_of_stacks)), self.relative_damping))
+        reports = []
+        for factors, state in zip(factors_of_stacks, spectral_states, strict=True):
+            roots_of_stack = list(islice(roots, len(factors)))
+            self.set_roots(state, [root.matrices for root in roots_of_stack])
+            report = RefreshReport()
+            for block in sorted({*chain(*(root.failed for root in roots_of_stack))}):
+                report.fail(block, "its root did not converge")
+            reports.append(report)
+        return reports
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
@@ -187,16 +225,16 @@ class Spectral(Rule):
         if self.agreement:
             step.average(state.square, _compute_mean_squares(gradient), 1 - self.adapt)
         matrices = zip(
-            _separate(whitened, state.split),
-            _separate(squares, state.split),
-            _separate(state.square, state.split),
+            separate(whitened, state.split),
+            separate(squares, state.split),
+            separate(state.square, state.split),
             strict=True,
         )
         directions = []
         for matrix, squares_of_rows, mean_squares in matrices:
             size = state.growth * self.find_step_size(squares_of_rows, mean_squares)
             directions.append(_make_even_direction(matrix, size, gradient.dtype))
-        return _join(directions, gradient.shape)
+        return join(directions, gradient.shape)
 
     def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
         """Return the root mean square of a step's entries over the learning rate, (B, 1, 1).
@@ -237,12 +275,42 @@ def _compute_mean_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(x.shape[2])
 
 
-def _list_true_indices(flags: Tensor) -> list[int]:
-    """Return where flags are True."""
-    return [i for i, flag in enumerate(flags.tolist()) if flag]
+def find_roots(factors: Sequence[Tensor], damping: float) -> list[Roots]:
+    """Return the inverse roots of stacks of factors, with more bits and damping where that fails.
+
+    The device is waited for once.
+    """
+    is_coarse = damping >= _THRESHOLDS.coarse_damping
+    stacks = inverse_roots(factors, damping, fine=not is_coarse)
+    flags = torch.cat([stack.has_converged for stack in stacks]).tolist()
+    results = []
+    start = 0
+    for factor, stack in zip(factors, stacks, strict=True):
+        stop = start + len(factor)
+        failed = []
+        for block, has_converged in enumerate(flags[start:stop]):
+            if has_converged:
+                continue
+            root = _find_fine_root(factor[block : block + 1], damping)
+            if root is None:
+                failed.append(block)
+            else:
+                stack.roots[block] = root[0]
+        results.append(Roots(stack.roots, failed))
+        start = stop
+    return results
 
 
-def _separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
+def _find_fine_root(factor: Tensor, damping: float) -> Tensor | None:
+    """Return the inverse root of one factor with 22 bits, perhaps with more damping, or None."""
+    for more_damping in (damping, _THRESHOLDS.damping_growth * damping):
+        root, has_converged = inverse_root(factor, more_damping, fine=True)
+        if bool(has_converged):
+            return root
+    return None
+
+
+def separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
     """Return the matrices that lie one below the other in X, (B, O, n).
 
     Those of one size are blocks of one tensor.
@@ -254,7 +322,7 @@ def _separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
     return x.split(split, dim=1)
 
 
-def _join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return what `_separate` took apart, in this shape."""
     if len(matrices) == 1:
         return matrices[0].reshape(shape)
