@@ -118,8 +118,9 @@ class KFAC(Optimizer):
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
         rule: a `Rule`, or its name with the default options: "eigenbasis", "spectral",
-            "two-sided", "natural". By default "natural" where `likelihood`, `damping` or `step` is given, else "spectral"
-            for transformers and normalized networks, and "eigenbasis" for others.
+            "two-sided", "natural". By default "natural" where `likelihood`, `damping` or `step` is
+            given, else "spectral" for transformers and normalized networks, and "eigenbasis" for
+            others.
         likelihood: short for `rule=Natural(likelihood)`.
         damping: short for `rule=Natural(damping=...)`, or with "spectral" or "two-sided" for that
             rule's.
