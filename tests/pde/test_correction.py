@@ -333,6 +333,23 @@ def test_data_and_many_dimensions_are_left_to_the_tangents() -> None:
     assert correct_solution(pde.Poisson(4), pde.mlp(4, 4, 1, seed=0), {}) is None
 
 
+def test_a_value_at_a_point_takes_part() -> None:
+    """u'' = 0 with u = 0 on the left and 1 in the middle, and x is the answer to 2x."""
+    middle = pde.PointSet(torch.tensor([[0.5]], dtype=torch.float64), names=("x",))
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u: u.xx),
+            pde.Dirichlet(0.0, on=lambda domain: domain.face("x", "low")),
+            pde.Dirichlet(1.0, on=middle, name="middle"),
+        ],
+        exact=lambda x: 2 * x,
+    )
+    profile, true = correct(problem, lambda x: x)
+    assert true == pytest.approx(0.5)
+    assert profile.error == pytest.approx(0.5, rel=1e-3)
+
+
 def test_the_mass_is_known_by_an_integral() -> None:
     def equation(u: Any, x: Tensor) -> Tensor:
         return u.xx + pi**2 * torch.cos(pi * x)

@@ -48,7 +48,7 @@ class NoEpidemic(nn.Module):
 def test_a_tiny_violation_that_the_equation_amplifies_is_seen() -> None:
     problem = epidemic()
     solution = pde.PDESolution(problem, NoEpidemic(), History())
-    difference = compare_with_integration(problem, {}, lambda times: solution(times[:, None]))
+    difference = compare_with_integration(problem, {}, solution)
     assert difference is not None
     assert difference.error > 0.5
 
@@ -58,7 +58,7 @@ def test_the_estimate_is_the_integrators() -> None:
     solution = pde.solve(problem, pde.mlp(1, 8, 2, seed=0), points=100, steps=5, progress=False)
     estimate = solution.check().estimate
     assert estimate is not None
-    difference = compare_with_integration(problem, {}, lambda times: solution(times[:, None]))
+    difference = compare_with_integration(problem, {}, solution)
     assert difference is not None
     assert estimate.error == difference.error
 
@@ -75,7 +75,7 @@ def test_second_order_and_unknowns(frequency: float) -> None:
         unknowns={"k": 1.0},
     )
     difference = compare_with_integration(
-        problem, {"k": frequency}, lambda times: torch.cos(frequency * times)[:, None]
+        problem, {"k": frequency}, lambda x: torch.cos(frequency * x)
     )
     assert difference is not None
     assert difference.error < 1e-8
@@ -98,7 +98,7 @@ def test_stiff_equations_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
         share = 1 / (1 + 1e-8)
         return share * (torch.sin(t) - 1e-4 * (torch.cos(t) - torch.exp(-1e4 * t)))
 
-    difference = compare_with_integration(problem, {}, lambda times: solve_exactly(times)[:, None])
+    difference = compare_with_integration(problem, {}, solve_exactly)
     assert difference is not None
     assert difference.error < 1e-6
 
@@ -116,6 +116,51 @@ def test_an_implicit_equation() -> None:
     assert trajectory is not None
     end = trajectory(torch.ones(1, dtype=torch.float64))
     assert math.isclose(float(end), (5 / 3) ** 1.5, rel_tol=1e-8)
+
+
+@pytest.mark.parametrize("names", [("t", "r"), ("r", "t")])
+def test_parameters_beside_time(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """u_t = r(u − cos t) − sin t with u = cos t, and an answer that is off by δe^(rt)."""
+    monkeypatch.setattr(
+        integration, "LIMITS", integration.IntegrationLimits(relative_tolerance=1e-7, places=4)
+    )
+    bounds = {"t": (0, 3), "r": (1, 2)}
+    domain = pde.Box([bounds[name] for name in names], names=names)
+    problem = pde.Problem(
+        domain,
+        [
+            pde.Equation(lambda u, t, r: u.t - r * (u - torch.cos(t)) + torch.sin(t)),
+            pde.Dirichlet(1.0, on=domain.face("t", "low")),
+        ],
+    )
+
+    def answer(x: Tensor) -> Tensor:
+        t = x[:, names.index("t")]
+        r = x[:, names.index("r")]
+        return (torch.cos(t) + 1e-3 * torch.exp(r * t))[:, None]
+
+    profile = compare_with_integration(problem, {}, answer)
+    assert profile is not None
+    x = domain.quadrature().x
+    true = (answer(x)[:, 0] - torch.cos(x[:, names.index("t")])).norm() / math.sqrt(len(x) / 2)
+    assert float(true) / 2 < profile.error < 2 * float(true)
+
+
+def test_algebraic_fields_and_starts_at_a_point() -> None:
+    """u' = v, v = −u from 1: both are ±e^(−t), and the answer for v is zero."""
+    start = pde.PointSet(torch.zeros(1, 1, dtype=torch.float64), names=("t",))
+    problem = pde.Problem(
+        pde.Interval(0, 1, name="t"),
+        [
+            pde.Equation(lambda u, v: (u.t - v, v + u)),
+            pde.Dirichlet(1.0, field="u", on=start),
+        ],
+        fields=("u", "v"),
+    )
+    profile = compare_with_integration(problem, {}, lambda x: torch.cat([torch.exp(-x), 0 * x], 1))
+    assert profile is not None
+    assert profile.by_field["u"] < 1e-8
+    assert math.isclose(profile.by_field["v"], 1.0)
 
 
 BOUNDARY_VALUES = pde.Problem(
@@ -146,7 +191,7 @@ def test_an_integration_that_blows_up_says_nothing(monkeypatch: pytest.MonkeyPat
         [pde.Equation(lambda u: u.t - u**2), pde.Dirichlet(1.0, on=at_start)],
     )
     with pytest.raises(IntegrationFailed):
-        compare_with_integration(problem, {}, lambda times: torch.ones(len(times), 1))
+        compare_with_integration(problem, {}, torch.ones_like)
 
 
 def test_an_equation_without_initial_values_is_no_initial_value_problem() -> None:

@@ -103,6 +103,8 @@ class CorrectionLimits:
 
 
 LIMITS = CorrectionLimits()
+#: points at which the values of a condition are looked at
+_INSPECTED_POINTS = 64
 
 
 class CorrectionFailed(Exception):
@@ -506,11 +508,8 @@ class Window:
         count = self._oversampling * self._coefficients.numel()
         if not condition.is_equation or condition.on is not None:
             count *= LIMITS.boundary_points
-        region = condition.region(self._problem.domain)
-        if region.point_count is not None:
-            count = region.point_count
-        sampler = ClusteredSobol()
-        return draw_sites(self._problem, condition, int(count) + 1, sampler, SEEDS.inspection)
+        count = condition.region(self._problem.domain).point_count or int(count) + 1
+        return draw_sites(self._problem, condition, count, ClusteredSobol(), SEEDS.inspection)
 
     def solve(self) -> None:
         """Find e by Newton's method; raise CorrectionFailed if it does not converge."""
@@ -629,7 +628,8 @@ def find_nonzero_fields(problem: Problem) -> frozenset[str]:
             field = problem.fields[0]
         if field is None or condition.is_equation or not condition.prescribes_values:
             continue
-        sites = draw_sites(problem, condition, 64, "sobol", SEEDS.inspection)
+        count = condition.region(problem.domain).point_count or _INSPECTED_POINTS
+        sites = draw_sites(problem, condition, count, "sobol", SEEDS.inspection)
         local = LocalResidual(problem, condition, sites)
         zeros = torch.zeros_like(sites[0].x[:, 0])
         if bool(local(dict.fromkeys(local.keys, zeros)).any()):

@@ -3,13 +3,14 @@
 Residuals can be small everywhere while the solution is wrong, because an unstable equation
 amplifies a tiny violation. For ordinary differential equations with initial values the answer can
 be compared with a second discretization, which shares no points, no network and no tangents with
-the first.
+the first. Coordinates along which nothing is differentiated are parameters: there the problem is
+integrated for some of their values.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ...maps.jets import Index
+from ..discretization.seeds import SEEDS
 from ..discretization.sites import draw_sites
-from ..domains import PointSet, Region
+from ..domains import Box, Region, SpaceTime
 from ..domains.sampling import Points
 from ..problem.conditions import Condition
 from ..problem.fields import Field, View, call_by_name
@@ -39,6 +41,8 @@ class IntegrationLimits:
         windows: of time, in which two solutions are compared.
         compared_times: in every window.
         smallest_field: share of the whole solution below which a field is not judged by itself.
+        places: values of the parameters for which a problem is integrated; they share the
+            evaluations.
     """
 
     relative_tolerance: float = 1e-10
@@ -48,12 +52,17 @@ class IntegrationLimits:
     windows: int = 50
     compared_times: int = 20
     smallest_field: float = 1e-10
+    places: int = 12
 
 
 LIMITS = IntegrationLimits()
+#: points of a condition, which show whether it holds at the start alone
+_START_POINTS = 4
 
 #: u(t) of all fields at times (N,): (N, fields)
 Trajectory = Callable[[Tensor], Tensor]
+#: u(x) of all fields at points (N, d): (N, fields)
+Solution = Callable[[Tensor], Tensor]
 
 
 class IntegrationFailed(Exception):
@@ -62,6 +71,10 @@ class IntegrationFailed(Exception):
 
 class _TooLong(Exception):
     """The integration takes more evaluations than allowed."""
+
+
+class _NotOrdinary(Exception):
+    """An equation has derivatives along other axes than that of time."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,11 @@ class LeadingTerms:
 class InitialValueProblem:
     """F(t, u, u', …, u⁽ᵏ⁾) = 0 with as many initial conditions as u, u', …, u⁽ᵏ⁻¹⁾ has entries.
 
-    `from_problem` returns None for everything else: more coordinates than time, conditions
-    elsewhere than at the start, an algebraic equation, or another number of equations than fields.
+    Args:
+        problem, unknowns: with values of its unknown coefficients.
+        equations, initial_conditions: of the problem.
+        axis: of the domain, along which time runs.
+        place: a point (d,) of the domain; its coordinates along other axes are parameters.
     """
 
     def __init__(
@@ -90,13 +106,17 @@ class InitialValueProblem:
         unknowns: Mapping[str, float],
         equations: list[Condition],
         initial_conditions: list[Condition],
+        axis: int,
+        place: Tensor,
     ) -> None:
         self._problem = problem
         self._unknowns = {n: torch.tensor(v, dtype=torch.float64) for n, v in unknowns.items()}
         self._equations = equations
         self._initial_conditions = initial_conditions
-        self._start = float(problem.domain.low[0])
-        self._end = float(problem.domain.high[0])
+        self._axis = axis
+        self._place = place
+        self._start = float(problem.domain.low[axis])
+        self._end = float(problem.domain.high[axis])
         self._orders = self._find_orders()
         self._highest = torch.zeros(len(problem.fields), dtype=torch.float64)
 
@@ -104,24 +124,50 @@ class InitialValueProblem:
     def from_problem(
         cls, problem: Problem, unknowns: Mapping[str, float]
     ) -> InitialValueProblem | None:
-        """Return the initial value problem that these conditions state, if they state one."""
+        """Return the initial value problem that these conditions state, if they state one.
+
+        Returns:
+            None for everything else: more coordinates than time, conditions elsewhere than at the
+            start, an algebraic equation, or another number of equations than fields.
+        """
         if problem.domain.dim != 1:
             return None
+        candidate = cls.at_place(problem, unknowns, 0, problem.domain.low)
+        if candidate is None or candidate.has_algebraic_fields:
+            return None
+        return candidate
+
+    @classmethod
+    def at_place(
+        cls, problem: Problem, unknowns: Mapping[str, float], axis: int, place: Tensor
+    ) -> InitialValueProblem | None:
+        """Return the initial value problem along an axis through a point (d,), None if it is none.
+
+        Fields may be algebraic: a field without derivatives has an equation but no initial value.
+        """
         equations: list[Condition] = []
         initial_conditions: list[Condition] = []
         for condition in problem.conditions:
             if condition.is_equation and condition.on is None:
                 equations.append(condition)
-            elif _holds_at_start(problem, condition):
+            elif _holds_at_start(problem, condition, axis):
                 initial_conditions.append(condition)
             else:
                 return None
         if not equations or not initial_conditions:
             return None
-        candidate = cls(problem, unknowns, equations, initial_conditions)
+        try:
+            candidate = cls(problem, unknowns, equations, initial_conditions, axis, place)
+        except _NotOrdinary:
+            return None
         if not candidate._is_square():
             return None
         return candidate
+
+    @property
+    def has_algebraic_fields(self) -> bool:
+        """Return True if a field has no derivatives."""
+        return min(self._orders) == 0
 
     @property
     def orders(self) -> list[int]:
@@ -145,11 +191,14 @@ class InitialValueProblem:
         slopes = _differentiate(lambda h: self._equation_residuals(t, state, h), highest)
         return LeadingTerms(highest, slopes)
 
-    def integrate(self, guess: Trajectory) -> Trajectory | None:
+    def integrate(
+        self, guess: Trajectory, most_evaluations: int | None = None
+    ) -> Trajectory | None:
         """Return the solution, or None if the integration fails.
 
         Args:
             guess: near which the initial values are looked for, such as the network's own.
+            most_evaluations: after which it is given up, `LIMITS.evaluations` by default.
         """
         from scipy.integrate import solve_ivp  # slow to import
 
@@ -157,11 +206,13 @@ class InitialValueProblem:
         if initial_state is None:
             return None
         evaluations = 0
+        if most_evaluations is None:
+            most_evaluations = LIMITS.evaluations
 
         def slope(t: float, state: np.ndarray) -> np.ndarray:
             nonlocal evaluations
             evaluations += 1
-            if evaluations > LIMITS.evaluations:
+            if evaluations > most_evaluations:
                 raise _TooLong
             return self._differentiate_state(t, torch.from_numpy(state)).numpy()
 
@@ -182,13 +233,24 @@ class InitialValueProblem:
             return None
         if not outcome.success or not np.isfinite(outcome.y).all():
             return None
-        columns = self._value_columns()
 
         def trajectory(times: Tensor) -> Tensor:
-            states = torch.from_numpy(outcome.sol(times.detach().cpu().double().numpy()).T)
-            return states[:, columns]
+            times = times.detach().cpu().double()
+            return self._read_fields(times, torch.from_numpy(outcome.sol(times.numpy()).T))
 
         return trajectory
+
+    def _read_fields(self, times: Tensor, states: Tensor) -> Tensor:
+        """Return the fields at times (N,) from states (N, n); equations give the algebraic ones."""
+        values = torch.empty(len(times), len(self._orders), dtype=torch.float64)
+        for field, column in self._value_columns().items():
+            values[:, field] = states[:, column]
+        if self.has_algebraic_fields:
+            is_algebraic = torch.tensor(self._orders) == 0
+            for row, (t, state) in enumerate(zip(times.tolist(), states, strict=True)):
+                self._differentiate_state(t, state)
+                values[row, is_algebraic] = self._highest[is_algebraic]
+        return values
 
     def _find_scales(self, initial_state: Tensor, guess: Trajectory) -> np.ndarray:
         """Return the size of each entry of the state, to which absolute tolerances are relative.
@@ -198,8 +260,11 @@ class InitialValueProblem:
         """
         times = torch.linspace(self._start, self._end, 50, dtype=torch.float64)
         by_field = guess(times).detach().abs().amax(0).cpu().double()
-        by_state = [part.abs().max() for part in initial_state.split(self._orders)]
-        sizes = torch.maximum(by_field, torch.stack(by_state))
+        by_state = torch.zeros_like(by_field)
+        for field, part in enumerate(initial_state.split(self._orders)):
+            if len(part):
+                by_state[field] = part.abs().max()
+        sizes = torch.maximum(by_field, by_state)
         smallest = LIMITS.smallest_field * float(sizes.max())
         sizes = sizes.clamp(min=max(smallest, torch.finfo(torch.float64).tiny))
         repeats = torch.tensor(self._orders)
@@ -212,17 +277,24 @@ class InitialValueProblem:
         orders = dict.fromkeys(self._problem.fields, 0)
 
         def channel(name: str, index: Index | None) -> Tensor:
-            order = 2 if index is None else len(index)
-            orders[name] = max(orders[name], order)
+            orders[name] = max(orders[name], self._find_order(index))
             return torch.full((1,), 0.7, dtype=torch.float64)
 
         for condition in (*self._equations, *self._initial_conditions):
             self._residual(condition, self._start, channel)
         return [orders[name] for name in self._problem.fields]
 
+    def _find_order(self, index: Index | None) -> int:
+        """Return the order of a derivative in time; raise if it is one along another axis."""
+        if index is None and self._problem.domain.dim == 1:
+            return 2
+        if index is None or any(axis != self._axis for axis in index):
+            raise _NotOrdinary
+        return len(index)
+
     def _is_square(self) -> bool:
         """Return True if there are as many equations as fields, and initial values as states."""
-        if min(self._orders) == 0:
+        if max(self._orders) == 0:
             return False
         state = torch.full((sum(self._orders),), 0.7, dtype=torch.float64)
         highest = torch.full((len(self._orders),), 0.3, dtype=torch.float64)
@@ -230,12 +302,16 @@ class InitialValueProblem:
         initial = self._initial_residuals(state)
         return len(equations) == len(highest) and len(initial) == len(state)
 
-    def _value_columns(self) -> list[int]:
-        """Return where each field's value stands in the state (u₁, u₁', …, u₂, …)."""
-        columns = []
+    def _value_columns(self) -> dict[int, int]:
+        """Return where the value of each field stands in the state (u₁, u₁', …, u₂, …).
+
+        Algebraic fields are not in the state.
+        """
+        columns = {}
         position = 0
-        for order in self._orders:
-            columns.append(position)
+        for field, order in enumerate(self._orders):
+            if order:
+                columns[field] = position
             position += order
         return columns
 
@@ -244,19 +320,22 @@ class InitialValueProblem:
     ) -> Tensor:
         """Return the residuals of a condition at one time, from the fields' derivatives there."""
         problem = self._problem
-        time = torch.tensor([[t]], dtype=torch.float64)
-        normals = torch.full((1, 1), -1.0, dtype=torch.float64)
-        points = Points(time, torch.ones(1, dtype=torch.float64), normals)
+        place = self._place.double().clone()
+        place[self._axis] = t
+        place = place[None]
+        normals = torch.zeros_like(place)
+        normals[:, self._axis] = -1.0
+        points = Points(place, torch.ones(1, dtype=torch.float64), normals)
         fields = {}
         for name in problem.fields:
             fields[name] = Field(
                 lambda index, name=name: channel(name, index), problem.coordinates, normals
             )
         sources = {}
-        offered = {"points": time, problem.domain.names[0]: time[:, 0]}
+        coordinates = dict(zip(problem.domain.names, place.unbind(-1), strict=True))
         for name, source in problem.sources.items():
-            sources[name] = _evaluate_source(source, offered)
-        coordinates = {problem.domain.names[0]: time[:, 0], **sources}
+            sources[name] = _evaluate_source(source, {"points": place, **coordinates})
+        coordinates |= sources
         view = View([fields], points, coordinates, self._unknowns, {})
         residuals = condition.residual(view)
         columns = [residuals] if isinstance(residuals, (Tensor, Field)) else list(residuals)
@@ -275,8 +354,7 @@ class InitialValueProblem:
             position += order
 
         def channel(name: str, index: Index | None) -> Tensor:
-            order = 2 if index is None else len(index)
-            return derivatives[name][order]
+            return derivatives[name][self._find_order(index)]
 
         return channel
 
@@ -297,8 +375,9 @@ class InitialValueProblem:
         slopes = []
         position = 0
         for number, order in enumerate(self._orders):
-            slopes.append(state[position + 1 : position + order])
-            slopes.append(self._highest[number : number + 1])
+            if order:
+                slopes.append(state[position + 1 : position + order])
+                slopes.append(self._highest[number : number + 1])
             position += order
         return torch.cat(slopes)
 
@@ -306,7 +385,9 @@ class InitialValueProblem:
         """Return the state at the start that meets all initial conditions."""
         state = torch.zeros(sum(self._orders), dtype=torch.float64)
         start = torch.tensor([self._start], dtype=torch.float64)
-        state[self._value_columns()] = guess(start)[0].detach().cpu().double()
+        values = guess(start)[0].detach().cpu().double()
+        for field, column in self._value_columns().items():
+            state[column] = values[field]
         try:
             return _find_root(self._initial_residuals, state)
         except (ArithmeticError, torch.linalg.LinAlgError):
@@ -314,7 +395,7 @@ class InitialValueProblem:
 
 
 def compare_with_integration(
-    problem: Problem, unknowns: Mapping[str, float], solution: Trajectory
+    problem: Problem, unknowns: Mapping[str, float], solution: Solution
 ) -> ErrorProfile | None:
     """Return how far a solution is from that of an integrator.
 
@@ -324,35 +405,95 @@ def compare_with_integration(
     Raises:
         IntegrationFailed: it cannot be integrated to the end, or takes too long.
     """
-    initial_value_problem = InitialValueProblem.from_problem(problem, unknowns)
-    if initial_value_problem is None:
+    axis = _find_time_axis(problem, unknowns)
+    if axis is None:
         return None
-    trajectory = initial_value_problem.integrate(solution)
-    if trajectory is None:
-        raise IntegrationFailed
-    start = float(problem.domain.low[0])
-    end = float(problem.domain.high[0])
-    edges = torch.linspace(start, end, LIMITS.windows + 1, dtype=torch.float64).tolist()
+    places = problem.domain.low[None]
+    if problem.domain.dim > 1:
+        places = problem.domain.sample(LIMITS.places, "sobol", seed=SEEDS.inspection).x
+    edges = torch.linspace(
+        float(problem.domain.low[axis]),
+        float(problem.domain.high[axis]),
+        LIMITS.windows + 1,
+        dtype=torch.float64,
+    )
+    squared_errors = []
+    squared_sizes = []
+    for place in places:
+        line = TimeLine(solution, axis, place)
+        initial_value_problem = InitialValueProblem.at_place(problem, unknowns, axis, place)
+        assert initial_value_problem is not None
+        trajectory = initial_value_problem.integrate(line, LIMITS.evaluations // len(places))
+        if trajectory is None:
+            raise IntegrationFailed
+        times = _place_times(edges)
+        reference = trajectory(times.flatten()).unflatten(0, times.shape)
+        difference = line(times.flatten()).detach().cpu().double().unflatten(0, times.shape)
+        squared_errors.append((difference - reference).square().mean(1))
+        squared_sizes.append(reference.square().mean(1))
+    return _build_profile(problem, edges.tolist(), squared_errors, squared_sizes)
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """A solution as a function of time along an axis through a point, (N,) ↦ (N, fields)."""
+
+    solution: Solution
+    axis: int
+    place: Tensor
+
+    def __call__(self, times: Tensor) -> Tensor:
+        points = self.place.expand(len(times), -1).clone()
+        points[:, self.axis] = times.to(points)
+        return self.solution(points)
+
+
+def _find_time_axis(problem: Problem, unknowns: Mapping[str, float]) -> int | None:
+    """Return the axis along which an initial value problem evolves; None if it is none."""
+    domain = problem.domain
+    if isinstance(domain, SpaceTime):
+        domain = domain.space
+    if not isinstance(domain, Box):
+        return None
+    for axis in range(problem.domain.dim):
+        if InitialValueProblem.at_place(problem, unknowns, axis, problem.domain.low) is not None:
+            return axis
+    return None
+
+
+def _place_times(edges: Tensor) -> Tensor:
+    """Return the compared times of every window, (windows, times)."""
+    shares = torch.linspace(0, 1, LIMITS.compared_times, dtype=torch.float64)
+    return edges[:-1, None] + shares * (edges[1:] - edges[:-1])[:, None]
+
+
+def _build_profile(
+    problem: Problem,
+    edges: Sequence[float],
+    squared_errors: Sequence[Tensor],
+    squared_sizes: Sequence[Tensor],
+) -> ErrorProfile:
+    """Return the errors window by window, from those at every place, (windows, fields) each."""
+    errors = torch.stack(list(squared_errors)).mean(0)
+    sizes = torch.stack(list(squared_sizes)).mean(0)
     windows = []
-    for a, b in pairwise(edges):
-        times = torch.linspace(a, b, LIMITS.compared_times, dtype=torch.float64)
-        reference = trajectory(times)
-        difference = solution(times).detach().cpu().double() - reference
-        windows.append(WindowError(a, b, difference.square().mean(0), reference.square().mean(0)))
-    sizes = torch.stack([window.squared_sizes for window in windows]).sum(0)
-    is_nonzero = sizes > LIMITS.smallest_field**2 * sizes.sum()
+    for (start, end), error, size in zip(pairwise(edges), errors, sizes, strict=True):
+        windows.append(WindowError(start, end, error, size))
+    totals = sizes.sum(0)
+    is_nonzero = totals > LIMITS.smallest_field**2 * totals.sum()
     names = zip(problem.fields, is_nonzero.tolist(), strict=True)
     nonzero_fields = frozenset(name for name, nonzero in names if nonzero)
     return ErrorProfile(tuple(windows), problem.fields, nonzero_fields, is_integrated=True)
 
 
-def _holds_at_start(problem: Problem, condition: Condition) -> bool:
-    """Return True if all points of the condition are the beginning of the interval."""
+def _holds_at_start(problem: Problem, condition: Condition, axis: int) -> bool:
+    """Return True if all points of the condition are where the axis begins."""
     region = condition.region(problem.domain)
-    if condition.is_measured or not isinstance(region, Region) or isinstance(region, PointSet):
+    if condition.is_measured or not isinstance(region, Region):
         return False
-    (points,) = draw_sites(problem, condition, 4, "sobol", 0)
-    return bool((points.x == problem.domain.low).all())
+    count = region.point_count or _START_POINTS
+    (points,) = draw_sites(problem, condition, count, "sobol", SEEDS.inspection)
+    return bool((points.x[:, axis] == problem.domain.low[axis]).all())
 
 
 def _evaluate_source(source: Callable[..., object], offered: Mapping[str, Tensor]) -> Tensor:

@@ -306,9 +306,7 @@ class PDESolution:
         of a ball. There, polynomials may do.
         """
         try:
-            profile = compare_with_integration(
-                self.problem, self.unknowns, lambda times: self(times[:, None])
-            )
+            profile = compare_with_integration(self.problem, self.unknowns, self)
         except IntegrationFailed:
             with suppress(CorrectionFailed):
                 profile = correct_solution(self.problem, self.network, self.unknowns)
