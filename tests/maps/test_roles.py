@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils import checkpoint
 
 import pullback as pb
 from pullback.maps.output_parts import merge_overlapping
@@ -98,6 +99,18 @@ def split_after_depthwise_convolution(y: Tensor) -> Tensor:
     return attend(*map(heads, F.silu(y).chunk(3, -1)))
 
 
+def split_after_a_copy_in_a_cache(y: Tensor) -> Tensor:
+    """The fused output is kept for later calls; no function of this one uses the copy."""
+    torch.zeros_like(y).copy_(y)
+    return attend(*map(heads, y.chunk(3, -1)))
+
+
+def split_by_einsum(y: Tensor) -> Tensor:
+    y = y.view(*y.shape[:2], 3, HEADS, -1)
+    q, k, v = torch.einsum("btchd->cbhtd", y)
+    return attend(q, k, v)
+
+
 SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (attend_to_chunks, (WIDTH,) * 3),
     (attend_to_views, (WIDTH,) * 3),
@@ -110,6 +123,8 @@ SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
     (glu, (WIDTH, WIDTH)),
     (split_after_padding, (WIDTH,) * 3),
     (split_after_depthwise_convolution, (WIDTH,) * 3),
+    (split_after_a_copy_in_a_cache, (WIDTH,) * 3),
+    (split_by_einsum, (WIDTH,) * 3),
     (torch.relu, (WIDTH,)),
 ]
 
@@ -177,6 +192,22 @@ def test_depthwise_layers_keep_the_rows_of_their_channels_apart(
     roles = rows(Mixer(), torch.randn(2, 4, WIDTH))
     assert roles["fused.weight"].split == (12, 12, 4, 4, 3)
     assert {row.role for name, row in roles.items() if name.startswith("conv")} == {"vector"}
+
+
+def test_heads_in_one_einsum_are_rows_of_one_matrix_each_for_queries_keys_and_values() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Parameter(torch.randn(3, HEADS, WIDTH // HEADS, WIDTH))
+            self.head = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = torch.einsum("btd,chkd->cbhtk", x, self.qkv)
+            return self.head(attend(q, k, v))
+
+    row = rows(Attention(), torch.randn(2, 4, WIDTH))["qkv"]
+    assert (row.role, row.split) == ("experts", (WIDTH,))
+    assert row.reason == "a stack of 3 matrices"
 
 
 def test_rows_by_turns_are_not_split() -> None:
@@ -536,6 +567,33 @@ def test_the_table_prints_and_names_the_default_rules() -> None:
 def test_lazy_modules_are_refused() -> None:
     with pytest.raises(pb.PullbackError, match="no shape yet"):
         pb.parameter_roles(nn.LazyLinear(3), torch.randn(2, 4))
+
+
+def test_models_on_the_meta_device_have_roles() -> None:
+    model = Fused(attend_to_chunks, 3 * WIDTH, "linear").to("meta")
+    roles = rows(model, torch.randn(2, 4, WIDTH, device="meta"))
+    assert roles["fused.weight"].split == (WIDTH,) * 3
+    assert roles["head.weight"].role == "head"
+
+
+def test_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(pb.PullbackError, match="inference mode"):
+        pb.parameter_roles(nn.Linear(4, 2), torch.randn(3, 4))
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inputs = self.first(x)
+            return checkpoint.checkpoint(self.second, inputs, use_reentrant=True)
+
+    with pytest.raises(pb.PullbackError, match="use_reentrant=False"):
+        pb.parameter_roles(Model(), torch.randn(3, 4))
 
 
 def test_overlapping_parts_become_one() -> None:

@@ -236,6 +236,8 @@ class Call:
         call._input_versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
         buffers = unwrap_model(model).named_buffers()
         call.buffers = {name: buffer.detach().clone() for name, buffer in buffers}
+        if device.type == "meta":  # which autocast does not know
+            return call
         autocast_dtype = None
         if torch.is_autocast_enabled(device.type):
             autocast_dtype = torch.get_autocast_dtype(device.type)

@@ -151,13 +151,26 @@ class OutputParts(TorchFunctionMode):
         self._is_recorded = True
 
     def collect_parts(self) -> dict[str, list[list[int]]]:
-        """Return, by weight, its rows in groups that are used together, each row in one group."""
+        """Return, by weight, its rows in groups that are used together, each row in one group.
+
+        A tensor that no function uses, such as an output of the model or a copy in a cache, makes a
+        group of rows that are used nowhere else.
+        """
         used: dict[str, list[list[int]]] = {}
+        unused: dict[str, list[list[int]]] = {}
         for labels in self._all_labels:
-            if labels.is_used or not labels.is_followed:
-                for weight in labels.weights:
-                    used.setdefault(weight, []).append(labels.rows)
-        return {weight: merge_overlapping(rows) for weight, rows in used.items()}
+            if not labels.is_used and labels.is_followed:
+                continue
+            groups = used if labels.is_used else unused
+            for weight in labels.weights:
+                groups.setdefault(weight, []).append(labels.rows)
+        parts = {}
+        for weight in used.keys() | unused.keys():
+            groups_of_weight = used.get(weight, [])
+            used_rows = {row for rows in groups_of_weight for row in rows}
+            kept = [rows for rows in unused.get(weight, []) if used_rows.isdisjoint(rows)]
+            parts[weight] = merge_overlapping([*groups_of_weight, *kept])
+        return parts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -186,6 +199,8 @@ class OutputParts(TorchFunctionMode):
         labels = None
         if _is_depthwise(name, args, kwargs):
             labels = _find_channel_labels(sources, results[0], args, kwargs)
+        elif _is_rearrangement(name, args):
+            labels = self._relabel(name, func, args, kwargs, results, arguments)
         elif not self._is_recorded and name not in _CONTRACTIONS:
             labels = self._derive_labels(name, func, args, kwargs, results, arguments)
         if labels is None:
@@ -434,6 +449,14 @@ def _is_depthwise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     weight = _get_second_argument(args, kwargs, "weight", None)
     groups = _get_groups(args, kwargs)
     return 1 < groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _is_rearrangement(name: str, args: Sequence[Any]) -> bool:
+    """Return True for an `einsum` of one tensor that brings its axes into another order."""
+    if name != "einsum" or len(args) != 2 or not isinstance(args[1], Tensor):
+        return False
+    before, arrow, after = args[0].replace(" ", "").partition("->")
+    return bool(arrow) and len({*before}) == len(before) and sorted(before) == sorted(after)
 
 
 def _get_groups(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

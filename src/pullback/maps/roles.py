@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .._core.capture import Call, unwrap_model
 from .._core.errors import PullbackError
-from .._core.graph import collect_reachable_nodes
+from .._core.graph import collect_reachable_nodes, refuse_reentrant
 from .layers import Compound, describe_layer, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
@@ -89,7 +89,8 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
     parameters have roles too.
 
     Raises:
-        PullbackError: for parameters without a shape yet.
+        PullbackError: for parameters without a shape yet, and where a reentrant checkpoint hides
+            what the pass does.
     """
     module = unwrap_model(model)
     leaves = _copy_parameters(module)
@@ -100,6 +101,8 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
         record.follow_outputs()
         with record:
             result = module(*call.args, **call.kwargs)
+        for output in _list_differentiable_tensors(result):
+            refuse_reentrant(output)
         return assign_roles(module, record, result, leaves)
 
 
@@ -529,7 +532,11 @@ def _select_main_outputs(result: Any) -> list[Tensor]:
         result = _select_main_entries(result)
     elif hasattr(result, "logits"):
         result = result.logits
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    return _list_differentiable_tensors(result)
+
+
+def _list_differentiable_tensors(tree: Any) -> list[Tensor]:
+    tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
     return [t for t in tensors if t.grad_fn is not None]
 
 

@@ -240,15 +240,16 @@ def _note_contraction(
     entries = mode.find_entries(weight)
     assert entries is not None
     letters = Letters(weight_axes, x_axes, contraction.result)
-    if weight.ndim > 2 and contraction.result.startswith(weight_axes[0]):
-        is_broadcast = True
-    if is_broadcast or read_product(entries, letters, None) is None:
-        stack_axes = weight_axes[:-2]
-        if not stack_axes and not is_broadcast:
-            stack_axes = weight_axes[:1]
-        sizes = _select_sizes(stack_axes, weight, contraction.result)
-        x, x_axes = _expand_input(x, x_axes, sizes)
-        letters = Letters(weight_axes, x_axes, contraction.result)
+    begins_with_stack = weight.ndim > 2 and contraction.result.startswith(weight_axes[0])
+    if is_broadcast:
+        x, letters = _expand_over_stack(x, letters, weight, weight_axes[:-2])
+    elif begins_with_stack or read_product(entries, letters, None) is None:
+        # matrices of many rows are tried first, where rows take several axes
+        first_axis = _expand_over_stack(x, letters, weight, weight_axes[:1])
+        if weight.ndim > 3 and read_product(entries, first_axis[1], None) is None:
+            x, letters = _expand_over_stack(x, letters, weight, weight_axes[:-2])
+        else:
+            x, letters = first_axis
     bias = None
     if k == len(operands) - 1:
         bias = contraction.bias
@@ -261,6 +262,15 @@ def _find_weight_operand(mode: FunctionMode, operands: Sequence[Tensor]) -> int 
     if not weights or (len(operands) > 2 and len(weights) > 1):
         return None
     return weights[-1]
+
+
+def _expand_over_stack(
+    x: Tensor, letters: Letters, weight: Tensor, stack_axes: str
+) -> tuple[Tensor, Letters]:
+    """Return the input and all letters, where each matrix of a stack meets the whole input."""
+    sizes = _select_sizes(stack_axes, weight, letters.output)
+    x, input_axes = _expand_input(x, letters.input, sizes)
+    return x, Letters(letters.weight, input_axes, letters.output)
 
 
 def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .._core.capture import Call, unwrap_model
 from ..maps.roles import Role, find_roles
+from .checks import refuse_inference
 from .kfac.options import default_rule
 
 
@@ -75,8 +76,10 @@ def parameter_roles(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Ro
         see `RoleRow`.
 
     Raises:
-        PullbackError: for parameters of lazy modules that have no shape yet.
+        PullbackError: for parameters of lazy modules that have no shape yet, for reentrant
+            activation checkpoints and nested tensors, and in inference mode.
     """
+    refuse_inference("the roles are read from a graph", "parameter_roles()")
     roles = find_roles(model, Call.record_start(model, example_inputs, kwargs, _device(model)))
     rule = default_rule(unwrap_model(model))
     shapes = {name: tuple(p.shape) for name, p in unwrap_model(model).named_parameters()}
