@@ -288,6 +288,53 @@ def test_what_adam_takes_is_named_by_its_kind() -> None:
     assert rows["2.weight"] == "its param group asks for it"
 
 
+def test_a_matrix_that_no_statistics_reached_has_that_for_a_reason() -> None:
+    """Also one that a function uses, whose use is known."""
+
+    class Beside(Auxiliary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 2))
+
+    model = Beside().double()
+    x, y = batch()
+    opt = pb.KFAC(model, rule="eigenbasis")
+    loss = F.cross_entropy(model(x), y)
+    beside = model.side(model.features) + model.features @ model.w
+    (loss + beside.square().mean()).backward()
+    with pytest.warns(RuntimeWarning, match=r"The loss reaches w, side\.weight"):
+        opt.step()
+    reasons = {row.name: row.reason for row in opt.coverage()}
+    assert reasons["w"].startswith("no statistics reached it yet")
+    assert reasons["side.weight"] == "no forward pass so far gave it any rows"
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_model_of_which_only_the_head_is_trained_is_said_to_follow_adam(
+    is_asked_for: bool,
+) -> None:
+    layers = [nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 4)]
+    model = nn.Sequential(*layers).double()
+    model[:2].requires_grad_(False)
+    x, y = batch()
+    group: dict[str, Any] = {"params": model[2].parameters()}
+    if is_asked_for:
+        group["rule"] = "adam"
+    opt = pb.KFAC(model, params=[group])
+    F.cross_entropy(model(x), y).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.step()
+    messages = [str(w.message) for w in caught if "trained parameters" in str(w.message)]
+    if is_asked_for:
+        assert messages == []
+    else:
+        assert messages == [
+            "100 % of the trained parameters follow AdamW, 2.weight among them: it gives the "
+            "output; weight of Linear. coverage() says what is known of each."
+        ]
+
+
 def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
     torch.manual_seed(0)
     width = 1100  # two sides of it are more than one step begins

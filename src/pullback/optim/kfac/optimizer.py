@@ -1003,10 +1003,9 @@ class KFAC(Optimizer):
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; the first statistics show it."""
-        reasons = report.refine_reasons(
-            self.model, self._assignment, self._capture.structure.reasons
-        )
-        facts = CoverageFacts(self.blocks, self._optimized, reasons)
+        structure = self._capture.structure
+        reasons = report.refine_reasons(self.model, self._assignment, structure.reasons)
+        facts = CoverageFacts(self.blocks, self._optimized, reasons, structure.diagonals)
         return report.make_coverage(facts, dict(unwrap_model(self.model).named_parameters()))
 
     def _warn_of_missing_blocks(self) -> None:

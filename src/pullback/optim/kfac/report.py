@@ -16,7 +16,7 @@ from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
 from ...maps.proof import NO_LAYER, UNUSED
 from ...maps.roles import Role
 from ..checks import GrowthWatch, find_user_stacklevel
-from .assignment import Assignment
+from .assignment import GROUP_ASKS, Assignment
 from .block_stack import Tensors
 from .factors.averages import gram_of
 from .factors.block import BlockKey, describe, names_of, to_block
@@ -101,11 +101,13 @@ class CoverageFacts:
         state: averages and states of blocks, and the table of roles.
         optimized: the names of the parameters that are optimized.
         reasons: what statistics have shown.
+        without_block: the parameters for which they have shown that no block is proven.
     """
 
     state: KFACState
     optimized: Collection[str]
     reasons: Mapping[str, str]
+    without_block: Collection[str]
 
 
 def make_coverage(facts: CoverageFacts, params: Tensors) -> Coverage:
@@ -181,12 +183,12 @@ def _explain_others(name: str, facts: CoverageFacts) -> str:
         return assignment.left_out[name]
     if assignment.is_unused(name):
         return UNUSED
-    if name in facts.reasons:
-        return facts.reasons[name]
     role = assignment.roles.get(name)
     is_loaded = role is not None and not role.reason
-    if name in assignment.measured and not is_loaded:
+    if name in assignment.measured and name not in facts.without_block and not is_loaded:
         return UNREACHED
+    if name in facts.reasons:
+        return facts.reasons[name]
     return _explain_role(name, assignment)
 
 
@@ -208,15 +210,15 @@ def explain_missing_blocks(assignment: Assignment, diagonals: Mapping[str, str])
 
     They are `diagonals`, with the reason that the statistics have found. Where there is a rule for
     others, they are also the vectors that no known layer uses; and where no matrix follows the
-    rule, all vectors.
+    rule, all parameters. Those that a param group gives to the rule for others are left out.
     """
     reasons: dict[str, str] = {}
     has_matrices = any(name in assignment.roles for name in assignment.measured)
     for name in assignment.elementwise:
         role = assignment.roles.get(name)
-        if role is None or role.role is not Role.VECTOR:
+        if role is None or assignment.left_out.get(name) == GROUP_ASKS:
             continue
-        if not role.is_used or not has_matrices:
+        if not has_matrices or (role.role is Role.VECTOR and not role.is_used):
             reasons[name] = role.reason
     for name, why in diagonals.items():
         if assignment.is_unused(name):
