@@ -1,20 +1,17 @@
-"""The programs of docs/pde-gallery.md, run as they stand there; seven of them beside other methods.
+"""The programs of docs/pde-gallery.md, run as they stand there.
 
-    pullback bench pde-gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
+    pullback bench pde-gallery [--only NAME ...]
     pullback bench pde-gallery --draw    # the picture again, from the record
 
 Every python fence under a third-level heading of the page is one program. It is executed with the
 page's first fence before it, in the order of the page, and leaves `problem`, `network` and
 `solution`. Errors are relative L² errors against what the program knows, or against a reference of
-this file. The race gives each method the same CPU seconds of the process, the same network and the
-same points: `pde.solve` with its defaults, and Adam for a fifth of the time, then L-BFGS or
-SSBroyden. Records are kept by name, so that --only adds to what is there. The solutions on a grid
-lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
+this file. Results are kept by name, so that --only adds to what is on record. The solutions on a
+grid lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -39,23 +36,12 @@ from ..framework import plots
 from ..framework.benchmark import make_parser, write_record
 from ..framework.checkout import REPOSITORY, RESULTS
 from ..framework.timing import describe_machine
-from ..learning.quasi_newton import AdamFirst, make_lbfgs
 from ..tables.numbers import small
-from .ssbroyden import SSBroyden
 
 PAGE = REPOSITORY / "docs" / "pde-gallery.md"
 RECORD = RESULTS / "pde-gallery.json"
 FIGURE = REPOSITORY / "docs" / "figures" / "pde-gallery.png"
 PANELS = RECORD.with_suffix(".arrays")
-RACE = (
-    "minimal-surface",
-    "elasticity",
-    "wave",
-    "fokkerplanck",
-    "operator",
-    "helmholtz",
-    "reaction-and-diffusion",
-)
 _PART = re.compile(r"^### (?P<title>.+?)$.*?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 Field = Callable[[Tensor], Tensor]
 _TRUE = {"eigenvalue": {"lam": 2 * math.pi**2}, "unknown-coefficient": {"k": 0.2}}
@@ -273,65 +259,12 @@ def draw(results: dict[str, Any]) -> None:
     figure.savefig(FIGURE)
 
 
-# --- the race -------------------------------------------------------------------------------------
-
-
-def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
-    """Return the options of `solve` for each method; Adam ends after `due` seconds."""
-    others = {
-        "Adam + L-BFGS": lambda module: AdamFirst(make_lbfgs(module.parameters(), 10), due),
-        "Adam + SSBroyden": lambda module: AdamFirst(SSBroyden(module.parameters()), due),
-    }
-    fixed = {"patience": None, "refine": None, "measure": 100}
-    return {"Gauss–Newton": {}} | {n: {"optimizer": o, **fixed} for n, o in others.items()}
-
-
-def race(program: Program, seconds: float) -> dict[str, Any]:
-    """Return the error of each method after the same CPU seconds, and on the way.
-
-    On the way it is the loss where the problem does not know its solution.
-    """
-    out = {}
-    for method, options in optimizers(lambda: False).items():
-        program.run(steps=1, **options)  # what is imported then is not counted
-        start = time.process_time()
-        curve = []
-
-        def spent(race_start: float = start) -> float:
-            return time.process_time() - race_start
-
-        def due(spent: Callable[[], float] = spent) -> bool:
-            return spent() > seconds / 5
-
-        def watch(run: pde.Run, info: Any, spent: Any = spent, curve: Any = curve) -> bool:
-            error = run.error if run.problem.known else info.loss
-            curve.append((spent(), error))
-            return spent() >= seconds or not math.isfinite(info.loss)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            names = program.run(steps=10**9, callbacks=[watch], **optimizers(due)[method])
-        solution = names["solution"]
-        error = measure_error(program.name, solution)
-        count = len(curve)
-        indices = sorted({*range(0, count, max(1, count // 20)), count - 1})
-        out[method] = {
-            "error": error,
-            "loss": solution.loss,
-            "steps": len(solution.history),
-            "cpu_seconds": round(curve[-1][0], 1),
-            "curve": [[round(curve[i][0], 2), float(f"{curve[i][1]:.2e}")] for i in indices],
-        }
-        print(f"  {method:15} error {error:.1e}, {count} steps", flush=True)
-    return out
-
-
 # --- the record ----------------------------------------------------------------------------------
 
 
 @dataclass
 class GalleryRecord:
-    """The file of results, by program and by race; each change is written at once."""
+    """The file of results by program; each change is written at once."""
 
     path: Path
     order: Sequence[str]
@@ -346,7 +279,7 @@ class GalleryRecord:
         if path.exists():
             entries = json.loads(path.read_text())
         if entries.get("environment") != machine:
-            entries = {"environment": machine, "gallery": {}, "race": {}}
+            entries = {"environment": machine, "gallery": {}}
         return cls(path, order, entries)
 
     @property
@@ -354,9 +287,9 @@ class GalleryRecord:
         """Return the results of the programs, by name."""
         return self.entries["gallery"]
 
-    def put(self, section: str, name: str, result: Any) -> None:
-        """Add a result to "gallery" or "race"; programs stay in the order of the page."""
-        self.entries[section][name] = result
+    def put(self, name: str, result: Any) -> None:
+        """Add the result of a program; programs stay in the order of the page."""
+        self.gallery[name] = result
         self.entries["gallery"] = {n: self.gallery[n] for n in self.order if n in self.gallery}
         write_record(self.path, self.entries)
 
@@ -368,21 +301,10 @@ def format_result(name: str, result: dict[str, Any]) -> str:
     return f"{name:32} {words}, {result['verdict']}"
 
 
-def choose_races(options: argparse.Namespace, count: int) -> Sequence[str]:
-    """Return the races asked for; without the option the standard ones, if all programs run."""
-    if options.race is not None:
-        return options.race
-    if len(options.only) == count:
-        return RACE
-    return ()
-
-
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     by_name = programs()
     parser.add_argument("--only", nargs="*", default=list(by_name), choices=list(by_name))
-    parser.add_argument("--race", nargs="*", default=None, choices=list(by_name))
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each method in the race")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw what is on record")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args(arguments)
@@ -395,10 +317,6 @@ def main(arguments: Sequence[str] = ()) -> None:
     for name in options.only:
         result = measure(by_name[name])
         print(format_result(name, result), flush=True)
-        record.put("gallery", name, result)
-    for name in choose_races(options, len(by_name)):
-        print(name, flush=True)
-        methods = race(by_name[name], options.seconds)
-        record.put("race", f"{name}/{options.seconds:g}", methods)
+        record.put(name, result)
     if record.gallery:
         draw(record.gallery)

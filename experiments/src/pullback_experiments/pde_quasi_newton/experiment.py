@@ -18,7 +18,6 @@ from torch import nn
 
 from pullback import pde
 
-from ..benchmarks.ssbroyden import SSBroyden
 from ..framework.check import Check
 from ..framework.experiment import Context, Item
 from ..framework.problem_set import ProblemSetExperiment
@@ -26,6 +25,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.quasi_newton import AdamFirst, make_lbfgs
+from ..learning.ssbroyden import SSBroyden
 from ..pde_unseen_seeds.experiment import PROBLEMS as SMALL_PROBLEMS
 from ..problems import AllenCahn
 

@@ -17,7 +17,7 @@ from ..framework.checkout import REPOSITORY
 from .costs import costs, kfac, race_text, races, rules, vision
 from .curvature import influence, influence_dampings, influence_scale, laplace_rotation
 from .defaults import pde_defaults, pde_seeds
-from .gallery import pde_gallery, pde_race
+from .gallery import pde_gallery
 from .numbers import Rows
 from .peers import (
     exact,
@@ -37,7 +37,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         verdicts,
         *(costs, kfac, rules, races, race_text, vision),
         *(exact, scale, pde, pde_chosen, kernels),
-        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, small_tasks),
+        *(pde_gallery, pde_defaults, pde_seeds, traffic, small_tasks),
         *(influence, influence_dampings, influence_scale, laplace_rotation),
     )
 }

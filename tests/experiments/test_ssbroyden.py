@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from pullback import pde
-from pullback_experiments.benchmarks.ssbroyden import SSBroyden, update_inverse
+from pullback_experiments.learning.ssbroyden import SSBroyden, update_inverse
 
 
 def pair(seed: int, n: int = 7) -> tuple[torch.Tensor, ...]:
