@@ -96,3 +96,10 @@ def test_costs_of_kfac_that_a_newcomer_reads() -> None:
 
 def test_the_readme_is_short() -> None:
     assert 600 <= len((table.REPOSITORY / "README.md").read_text("utf-8").split()) <= 800
+
+
+def test_the_docs_are_short() -> None:
+    """Without the reference, whose pages are made from docstrings."""
+    pages = [page for page in table.pages() if page.parent.name != "reference"]
+    assert sum(len(page.read_text("utf-8").split()) for page in pages[1:]) <= 40_000
+    assert len((table.REPOSITORY / "CHANGELOG.md").read_text("utf-8").split()) <= 2_000

@@ -713,7 +713,7 @@ def test_things_that_are_no_metric(metric) -> None:
 
 
 def test_fisher_of_a_class_instead_of_an_object() -> None:
-    with refused("The loss has no likelihood", "Categorical", "likelihoods.Categorical()"):
+    with refused("The loss has no likelihood", "Categorical", "Likelihood of your own"):
         pb.metrics.Fisher(pb.likelihoods.Categorical)  # pyright: ignore[reportArgumentType]
 
 

@@ -34,7 +34,10 @@ _PROBABILITIES = (
     "Leave the sigmoid out of the model and use nn.BCEWithLogitsLoss()",
 )
 _RATES = "it takes rates, and Poisson takes their logarithms", "Use log_input=True"
-_OTHER = "it is none of those that have one", "Pass an object such as likelihoods.Categorical()"
+_OTHER = (
+    "it is none of those that have one",
+    "Pass an object such as likelihoods.Categorical(), or a likelihoods.Likelihood of your own",
+)
 _REFUSED: dict[Any, tuple[str, str]] = {
     nn.GaussianNLLLoss: _VARIANCE,
     F.gaussian_nll_loss: _VARIANCE,
