@@ -104,7 +104,7 @@ def count(
     passes: dict[str, float] = {"statistics": sent, "statistics_every": period}
     calls = sum(traffic.calls for traffic in sums.traffic().values()) / period
     for key in keys:
-        state.states.change(key, shape_of)
+        state.states.replace_tensors(key, shape_of)
         state.states.blocks[key].is_ready = True
     replicas.assign_owners(state.states, state.averages, {*keys})
     replicas._send(state.states, keys)

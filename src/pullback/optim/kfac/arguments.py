@@ -21,68 +21,73 @@ _LABELS = (
 )  # fmt: skip
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_nonnegative(value: Any) -> bool:
+    """Return True for a finite number ≥ 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
 
 
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and value < 1
+def _is_below_one(value: Any) -> bool:
+    """Return True for a number in [0, 1)."""
+    return _is_nonnegative(value) and value < 1
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+    return _is_nonnegative(value) and value > 0
 
 
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value >= 1
+def _is_positive_integer(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
 
 
-def _is_index(value: Any) -> bool:
-    return _is_whole(value) and value >= 0
+def _is_nonnegative_integer(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
 
 
-def _is_flag(value: Any) -> bool:
+def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_share, value))
+def _is_pair_below_one(value: Any) -> bool:
+    """Return True for two numbers in [0, 1)."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_below_one, value))
 
 
-def _is_clip(value: Any) -> bool:
+def _is_auto_or_positive(value: Any) -> bool:
     return value == "auto" or _is_positive(value)
 
 
-def _is_list(value: Any) -> bool:
+def _is_iterable(value: Any) -> bool:
+    """Return True for a list and the like, and for a generator; not for a text or a dict."""
     return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def _is_selector(value: Any) -> bool:
+    """Return True for what selects an output: a key, an index or a function."""
     return isinstance(value, (str, int)) or callable(value)
 
 
 #: arguments, what they must be, and the remedy
 _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("lr weight_decay eps rate", _is_number, "Use a number ≥ 0"),
-    ("momentum ema adapt", _is_share, "Use a number in [0, 1)"),
-    ("betas", _is_pair, "Use two numbers in [0, 1)"),
+    ("lr weight_decay eps rate", _is_nonnegative, "Use a number ≥ 0"),
+    ("momentum ema adapt", _is_below_one, "Use a number in [0, 1)"),
+    ("betas", _is_pair_below_one, "Use two numbers in [0, 1)"),
     ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
-    ("kl_clip", _is_clip, "Use a number > 0, 'auto', or None"),
-    ("statistics_every invert_every", _is_count, "Use a whole number ≥ 1"),
-    ("draws max_factor", _is_count, "Use a whole number ≥ 1"),
+    ("kl_clip", _is_auto_or_positive, "Use a number > 0, 'auto', or None"),
+    ("statistics_every invert_every", _is_positive_integer, "Use a whole number ≥ 1"),
+    ("draws max_factor", _is_positive_integer, "Use a whole number ≥ 1"),
     ("damping", _is_positive, "Use a number > 0"),
-    ("warmup", _is_index, "Use a whole number ≥ 0"),
-    ("seed", _is_whole, "Use a whole number"),
-    ("batch_dim", _is_index, "Use 0, or 1 for sequences first"),
-    ("joint ekfac whitening agreement cuda_graph", _is_flag, "Use True or False"),
+    ("warmup", _is_nonnegative_integer, "Use a whole number ≥ 0"),
+    ("seed", _is_integer, "Use a whole number"),
+    ("batch_dim", _is_nonnegative_integer, "Use 0, or 1 for sequences first"),
+    ("joint ekfac whitening agreement cuda_graph", _is_bool, "Use True or False"),
     ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
-    ("params", _is_list, "Use a list of parameters or of param groups"),
+    ("params", _is_iterable, "Use a list of parameters or of param groups"),
     ("step", lambda v: isinstance(v, Step), "Use a rule of pullback.steps, or None"),
     ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
     ("output", _is_selector, "Use a key, an index or a function of the model's output"),

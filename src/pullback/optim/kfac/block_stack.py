@@ -82,7 +82,9 @@ class Stack:
         self.is_joint = first.key.is_joint
         self.entries = sum(prod(block.shape.size) for block in blocks)
         self._rows, self._columns = first.shape.size[-2:]
-        self._axis = int(first.rule.is_elementwise)
+        self._is_elementwise = first.rule.is_elementwise
+        #: along which states are joined: entries (1, N) side by side, other blocks below each other
+        self._axis = 1 if self._is_elementwise else 0
         self.state = join_states([block.state for block in blocks], self._axis)
         if len(blocks) > 1:
             self._make_views()
@@ -161,7 +163,7 @@ class Stack:
 
     def join_gradients(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
-        if self._axis:
+        if self._is_elementwise:
             flat = [_flatten(g) for g in self._list_gradients(0, gradients)]
             if len(flat) == 1:
                 return flat[0][None]
@@ -189,7 +191,7 @@ class Stack:
     def split(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return stacked directions by name, in the parameters' shapes."""
         first = pieces[0]
-        if self._axis:
+        if self._is_elementwise:
             return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
         by_name: dict[str, Tensor] = {}
         if not self._key.is_kronecker:

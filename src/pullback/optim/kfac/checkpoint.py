@@ -231,7 +231,7 @@ def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]
 def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tensor) -> None:
     """Take up the state of a parameter's entries, or of the piece that this process has.
 
-    Where only the table was read there is none yet.
+    Where only the table was read there is none yet: then the optimizer awaits another load.
     """
     moments = {n: t for n, t in saved.items() if n not in _NUMBERS}
     if state.assignment.others is None:

@@ -42,6 +42,7 @@ class ControlledClosure(DistributedClosureProblem):
     unwatched: Any = contextlib.nullcontext
 
     def _run(self) -> float:
+        """Call the closure, keep what it returned, and return its loss."""
         self.returned = self._closure()
         return read_loss(self.returned)
 
@@ -217,7 +218,7 @@ def try_move(
 ) -> KFACInfo:
     """Move, compare the loss with its prediction, and take the move back if the loss rose.
 
-    Decay is left out of the comparison: the loss knows nothing of it.
+    Momenta are zero then. Decay is left out of the comparison: the loss knows nothing of it.
     """
     if isinstance(problem, ControlledClosure):
         problem.refuse_stochastic()

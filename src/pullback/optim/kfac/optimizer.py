@@ -617,7 +617,10 @@ class KFAC(Optimizer):
         return loss
 
     def _collect_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients by name: whole ones, or pieces of parameters treated by entries."""
+        """Average all gradients over processes and return them by name.
+
+        They are whole ones, or pieces of parameters that are treated by entries.
+        """
         params = self._params
         self.average_gradients()
         self._has_averaged = False
@@ -686,7 +689,7 @@ class KFAC(Optimizer):
         )
 
     def _average_statistics(self) -> BlockMeans:
-        """Return the means of what was seen, for blocks that follow the rule."""
+        """Return the means of the blocks that follow the rule, as the table chooses them now."""
         scale = 1.0
         if self.grad_scaler is not None:
             scale = float(self.grad_scaler.get_scale())
@@ -757,8 +760,8 @@ class KFAC(Optimizer):
         if not pending.is_averaged:
             self._has_skipped_statistics = True
         elif not pending.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
-            known = {*self._assignment.elementwise, *self._capture.structure.diagonals}
-            self._notices.warn_unmeasured(self._curvature, gradients, known)
+            without_block = {*self._assignment.elementwise, *self._capture.structure.diagonals}
+            self._notices.warn_unmeasured(self._curvature, gradients, without_block)
 
     def _find_directions(
         self, gradients: dict[str, Tensor], is_void: Tensor | None, *, has_new_statistics: bool
@@ -787,11 +790,11 @@ class KFAC(Optimizer):
             self._clip.is_stale = True
 
     def _update_entry_states(self, gradients: dict[str, Tensor]) -> None:
-        """Give entries' states to parameters that follow the rule for others from now on.
+        """Make states for new parameters of the rule for others, and drop those of new matrices.
 
-        They were frozen, or statistics have shown that they are no matrices. A parameter that has
-        turned out to be one gives its entries' state up. Gradients of sharded parameters among them
-        are replaced by their local pieces.
+        The former were frozen, or statistics have shown that they are no matrices; of the latter
+        statistics have shown that they are. In `gradients`, those of sharded parameters that follow
+        the rule for others are replaced by their local pieces.
         """
         if self._assignment.others is None:
             return

@@ -158,7 +158,7 @@ class Arguments:
     step: Step | None
 
     def fill_in(self, defaults: Defaults) -> Defaults:
-        """Return a rule's defaults with the values of the user in their place."""
+        """Return a rule's defaults, replaced by the rate of the step and the values of the user."""
         values: dict[str, Any] = {}
         if isinstance(self.step, Step):
             values["lr"] = self.step.initial_lr

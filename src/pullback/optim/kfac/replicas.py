@@ -243,7 +243,7 @@ class Replicas:
         gradients: Tensors,
         schedule: Mapping[str, Any],
     ) -> None:
-        """Make the pooled sums those of all processes; raise on all where they contradict."""
+        """Sum the pooled statistics over processes; raise on all where the processes differ."""
         if self.is_single:
             return
         self.launch_sums(capture.pool, params)
@@ -437,7 +437,7 @@ class Replicas:
         for key in states.blocks.keys() & self.placement.owners.keys():
             block = states.blocks[key]
             if not block.is_absent and not self.placement.holds(key):
-                states.change(key, placeholder)
+                states.replace_tensors(key, placeholder)
                 block.is_absent = True
 
     def refresh(
@@ -552,7 +552,7 @@ class Replicas:
         for key in sorted(placed, key=lambda key: key.names):
             block = states.blocks[key]
             if block.is_absent:
-                states.change(key, Tensor.contiguous)
+                states.replace_tensors(key, Tensor.contiguous)
                 block.is_absent = False
             tensors[key] = [*block.state.tensors().values()]
         self.placement.send_across(tensors, "state")

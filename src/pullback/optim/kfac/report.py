@@ -328,12 +328,14 @@ class Notices:
         """Whether `warn_of_missing_blocks` was called."""
         return self._has_warned_of_missing_blocks
 
-    def warn_unmeasured(self, state: KFACState, gradients: Tensors, known: Collection[str]) -> None:
+    def warn_unmeasured(
+        self, state: KFACState, gradients: Tensors, without_block: Collection[str]
+    ) -> None:
         """Warn of parameters that the loss reaches and the measured output does not.
 
-        Those `known` to have no block are left out: `warn_of_missing_blocks` names them.
+        Those known to be `without_block` are left out: `warn_of_missing_blocks` names them.
         """
-        explained = names_of(state.measured_keys) | self._unmeasured | {*known}
+        explained = names_of(state.measured_keys) | self._unmeasured | {*without_block}
         lost = [n for n, g in gradients.items() if n not in explained and bool(g.any())]
         self._unmeasured.update(lost)
         if not lost:

@@ -85,10 +85,10 @@ class Schedule:
         has_short_gap = self.step < self.warmup * self.statistics_every
         return has_short_gap and self.step % (self.step // self.warmup) == 0
 
-    def is_refresh_step(self, count: int) -> bool:
+    def is_refresh_step(self, statistics_count: int) -> bool:
         """Return whether this step refreshes states: one in `refresh_every`, more at the start.
 
-        `count` is the number of statistics in the averages, those of this step included.
+        `statistics_count` is the number of statistics in the averages, those of this step included.
 
         With a warm-up of w steps the gap between refreshes grows as that between statistics does,
         until it is `refresh_every`. Otherwise, until the first `refresh_every` steps are done, also
@@ -99,4 +99,4 @@ class Schedule:
         if self.step < self.warmup * self.refresh_every:
             gap = max(1, self.step // (self.warmup * self.statistics_every))
             return (self.step // self.statistics_every) % gap == 0
-        return self.step < self.refresh_every and count & (count - 1) == 0
+        return self.step < self.refresh_every and statistics_count & (statistics_count - 1) == 0

@@ -93,7 +93,7 @@ class BlockStates:
 
     @property
     def notes(self) -> dict[BlockKey, str]:
-        """What is to be said of blocks."""
+        """What went wrong or was left out in the blocks' last refresh."""
         return {key: block.note for key, block in self.blocks.items() if block.note}
 
     # --- memory -----------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ class BlockStates:
         self.blocks.pop(key, None)
         self.invalidate_stacks()
 
-    def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace all tensors of a block's state."""
+    def replace_tensors(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all tensors of a block's state by what `change` makes of them."""
         block = self.blocks[key]
         block.state = block.state.map(change)
         self.invalidate_stacks()
@@ -229,7 +229,7 @@ class BlockStates:
     def _accept(
         self, block: Block, state: RuleState, indices: range, report: RefreshReport
     ) -> None:
-        """Copy a block's part of a refreshed stack to the block's memory, unless it failed."""
+        """Copy its part of a refreshed stack to a block, unless it failed, and note the outcome."""
         notes = [block.note] if block.note else []
         for i in indices:
             notes += report.notes.get(i, ())
@@ -249,7 +249,7 @@ class BlockStates:
     def make_factor_averages(
         self, key: BlockKey, average: Average, damping: float, references: Any
     ) -> FactorAverages:
-        """Return a block's average in the form in which its rule reads it."""
+        """Return a block's average as `Rule.gram` and `Rule.damped_gram` read it: both factors."""
         gram, mass = undivided_gram(key, average)
         reference, _ = find_reference(key, average, references)
         return FactorAverages(gram, mass, damping, not self.blocks[key].is_ready, reference)

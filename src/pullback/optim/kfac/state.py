@@ -106,7 +106,7 @@ class KFACState:
         """Reserve a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, factors)
         self.averages[key].replace_tensors(placeholder)
-        self.states.change(key, placeholder)
+        self.states.replace_tensors(key, placeholder)
         self.reserved.add(key)
 
     def make_room(self, means: BlockMeans) -> bool:
@@ -372,7 +372,7 @@ class KFACState:
         return {n: t.sum() for n, t in zip(key.names, products, strict=True)}
 
     def make_factor_averages(self, key: BlockKey, average: Average) -> FactorAverages:
-        """Return a block's average in the form in which its rule reads it."""
+        """Return a block's average as `Rule.gram` and `Rule.damped_gram` read it: both factors."""
         return self.states.make_factor_averages(
             key, average, self.schedule.damping, self.references
         )

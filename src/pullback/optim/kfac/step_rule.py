@@ -216,7 +216,7 @@ class StepView:
 
 
 def replace_directions(updates: Sequence[GroupUpdate], problem: StepProblem, move: Move) -> None:
-    """Put the move that a step has chosen in the place of directions and momenta."""
+    """Make the move that a step has chosen the direction of the updates, without momentum."""
     pieces = problem.space.split(move.size * move.direction)
     for update in updates:
         update.directions = [

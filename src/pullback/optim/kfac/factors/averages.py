@@ -95,7 +95,10 @@ def divide_by_mass(factor: Tensor, mass: Tensor) -> Tensor:
 
 
 def stack_averages(averages: Sequence[Average]) -> Average:
-    """Return averages of one form as that of one block, whose groups have a mass each."""
+    """Return averages of one form as that of one block, whose groups have a mass each.
+
+    Plain means are left out: `BlockStates.refresh` stacks no blocks that have one.
+    """
     if len(averages) == 1:
         return averages[0]
 
@@ -114,8 +117,9 @@ def ema_update(
 ) -> None:
     """Set value ← ema·value + (1 − ema)·new and mass ← ema·mass + (1 − ema) for all blocks at once.
 
-    Where the float32 flag `is_void` on the device is 1, nothing changes. An average that another
-    process holds comes without factors: then its mass alone is updated.
+    Plain means take up `new` as well. Where the float32 flag `is_void` on the device is 1, nothing
+    changes. An average that another process holds comes without factors: then its mass alone is
+    updated.
     """
     # one kernel serves one device and dtype
     by_memory: dict[object, tuple[list[Tensor], list[Tensor]]] = {}

@@ -19,7 +19,9 @@ from ....grams.kronecker import Pair, Units
 from ....steps import RatioDamping
 from .block import BlockKey, Factors
 
+#: long-run averages of the factors of blocks
 Reference = Mapping[BlockKey, Factors]
+#: the mean eigenvalues of the output factor and of the input factor, by group
 Means = tuple[Tensor, Tensor]
 
 

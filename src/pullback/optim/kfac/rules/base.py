@@ -171,7 +171,7 @@ class InputFactor:
 
     @property
     def output_factor(self) -> Tensor:
-        """Not measured."""
+        """Raise: the output factor is not measured."""
         raise PullbackError(
             "The rule asks for a factor that is not measured",
             "it declares reads = Statistics.INPUTS and reads the output factor",
@@ -525,7 +525,7 @@ class StateCheck:
         refreshed = self._state.refreshed_names()
         for name, value in vars(self._state).items():
             if name in refreshed:
-                self._refuse_other_blocks(name, value, blocks)
+                self._refuse_other_length(name, value, blocks)
             elif self._is_replaced(name) or self._is_written(name):
                 why = f"refresh changed {name} of the state, which is not declared as refreshed"
                 remedy = f"Declare {name}: Tensor = field(metadata=REFRESHED)"
@@ -545,7 +545,8 @@ class StateCheck:
     def _is_written(self, name: str) -> bool:
         return name in self._versions and self._values[name]._version != self._versions[name]
 
-    def _refuse_other_blocks(self, name: str, value: Any, blocks: int) -> None:
+    def _refuse_other_length(self, name: str, value: Any, blocks: int) -> None:
+        """Raise where the first axis of a refreshed tensor does not count the blocks."""
         if self._state.is_rebuilt or not isinstance(value, Tensor) or len(value) == blocks:
             return
         why = f"refresh left {name} with shape {tuple(value.shape)} for {blocks} blocks"

@@ -225,7 +225,7 @@ class Natural(Rule):
     def _store_inverses(
         self, inverse: FactorInverses, averages: FactorAverages, state: InverseState
     ) -> RefreshReport:
-        """Store the inverses of a stack; where one failed, invert its blocks one by one."""
+        """Store the inverses of a stack, found block by block if one failed or may be singular."""
         report = RefreshReport()
         left, right = inverse.matrices
         if any(inverse.failed) or self._inverts_on_range(averages):

@@ -85,7 +85,7 @@ class InverseState(RuleState):
 
 @dataclass
 class EigenState(RuleState):
-    """(U ⊗ W) diag(scale) (U ⊗ W)ᵀ, with None for the identity.
+    """The inverse (U ⊗ W) diag(scale) (U ⊗ W)ᵀ; a basis that is None is the identity.
 
     `spectrum` is a running mean of the gradient's squares in these bases and `mass` the weight of
     the statistics in it, where eigenvalues are corrected.

@@ -49,7 +49,8 @@ from ..factors.block import BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
 from .cotangents import AllSums, measurement_context
-from .covectors import Covectors, Descent, NotFinite, generate_covectors, make_covectors
+from .covectors import Covectors, NotFinite, generate_covectors, make_covectors
+from .descent import Descent
 from .launch_thread import LaunchThread, sets_precision
 from .passes import PendingPass, ReceivedPass, Source, StartedCall
 from .repeated_call import RepeatedCall
@@ -173,7 +174,8 @@ class StatisticsCapture:
     def layers(self) -> ModelLayers | None:
         """Return the model's layers; None where it holds other tensors.
 
-        It does in `torch.func.functional_call`.
+        It does in `torch.func.functional_call`. Where layers were replaced, the table is marked as
+        stale.
         """
         model = unwrap_model(self.model)
         if self._layers is not None and not self._layers.is_current:
@@ -557,7 +559,10 @@ class StatisticsCapture:
     def _check_loss(
         self, z: Tensor, slope: Tensor, inputs: Sequence[Tensor], random: torch.Generator
     ) -> None:
-        """Warn of the first gradients where they are of another loss, or far longer: scaled."""
+        """Warn of the first gradients where they are of another loss, or far longer: scaled.
+
+        The very first one is kept for `check_squared_error`.
+        """
         options = self._options
         if self._checks_left == 0:
             return

@@ -18,7 +18,7 @@ from ....maps.layers.moments import (
     find_kept_or_reached_positions,
 )
 from ....maps.replay import CompoundReplays
-from .covectors import Descent
+from .descent import Descent
 from .plan import BlockPlan, LayerUse
 from .sums import BIAS_OUTPUT, Pool, get_factor_keys
 

@@ -29,7 +29,7 @@ from ....maps.layers.scale import Scale, UnitSums, compute_unit_moments
 from ....maps.proof import Proof, arrange_use
 from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
-from .covectors import Descent
+from .descent import Descent
 from .plan import BlockPlan
 from .sums import BIAS_OUTPUT, Pool, Sums, get_factor_keys
 
@@ -271,7 +271,8 @@ class UserPass:
     With fisher="empirical" a second pass would repeat the loss's own cotangents, up to a sign per
     sample: hooks before the layers' nodes see them for nothing. The pass under way owns what they
     add up, by a callback at its end, and the hooks know it weakly: one that fails leaves nothing
-    behind. The descent's root is the node whose hook runs now, its covector the cotangent there.
+    behind. The descent's root is the node whose hook runs now, its covector the cotangent there,
+    which is let go.
     """
 
     def __init__(

@@ -47,11 +47,12 @@ class LaunchThread:
         else:
             size = cotangent.nbytes
         while self._tasks and self._bytes + size > _WAITING:
-            self._wait()
+            self._wait_for_oldest_task()
         self._tasks.append((self._thread.submit(task), size))
         self._bytes += size
 
-    def _wait(self) -> None:
+    def _wait_for_oldest_task(self) -> None:
+        """Wait for the task that was given first, and forget it."""
         task, size = self._tasks.popleft()
         self._bytes -= size
         task.result()
@@ -59,7 +60,7 @@ class LaunchThread:
     def join(self) -> bool:
         """Wait until all is launched; False where a layer's input was overwritten meanwhile."""
         while self._tasks:
-            self._wait()
+            self._wait_for_oldest_task()
         return all(x._version == version for x, version in self._inputs)
 
 

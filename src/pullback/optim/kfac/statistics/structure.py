@@ -31,13 +31,8 @@ from .cotangents import (
     are_sums_equal,
     compute_pending_input_moments,
 )
-from .covectors import (
-    Covectors,
-    Descent,
-    NotFinite,
-    describe_function_uses,
-    describe_unknown_layouts,
-)
+from .covectors import Covectors, NotFinite
+from .descent import Descent, describe_function_uses, describe_unknown_layouts
 from .launch_thread import LaunchThread
 from .plan import BlockPlan, find_conflicting_forms, make_layer_use
 from .sums import Pool, get_factor_keys
@@ -222,7 +217,7 @@ class BlockStructure:
         return pool
 
     def measure_inputs(self, forward: RecordedPass) -> Pool:
-        """Return the sums of what layers saw; every output factor is the identity."""
+        """Return the sums of what layers saw, and give each weight a block with output factor 1."""
         record = forward.record
         leaves = forward.leaves
         pool = Pool()
@@ -360,7 +355,10 @@ class BlockStructure:
         replays: CompoundReplays,
         unexplained: Mapping[str, str],
     ) -> BlockPlan:
-        """Return the plan of blocks for these uses; `unexplained` gradients become diagonals."""
+        """Return the plan of blocks for these uses; `unexplained` gradients become diagonals.
+
+        Where there are such, the model's layers listen to functions from the next pass on.
+        """
         entries = descent.forward.record.entries
         uses = [make_layer_use(e.layer, e.module, e.names) for e in entries] + list_map_uses(
             replays
