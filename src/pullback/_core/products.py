@@ -229,7 +229,7 @@ def full_precision(
 
     Args:
         device: nothing changes unless it is a GPU.
-        entries: the number of entries of A. Where it is small no product is large.
+        entries: of the largest factor inside, such as A. Where it is small no product is large.
         watched: whether products of torch are split too. This costs the host, for every operation,
             as much time as its launch; otherwise only this module's own products are split.
     """

@@ -85,7 +85,8 @@ class RowBlock:
     def _multiply_covectors(self, budget: int, dtype: torch.dtype) -> Tensor:
         """The products of the pulled-back covectors, (N·R, N·R), up to what S subtracts.
 
-        Where they would not fit the budget they are pulled back layer by layer and not kept.
+        They are pulled back and kept. Where they would not fit the budget they are pulled back
+        layer by layer and not kept.
         """
         may_center = self.factor.subtracts_means
         if "pulled_covectors" in vars(self):
@@ -165,7 +166,7 @@ class RowStack:
         return block.linearization.closed_form(block.factor)
 
     def choose_rows(self, prefers: str) -> str:
-        """How rows are held that fit the memory: as "rows"."""
+        """How rows that fit the memory are held: as "rows", whatever a solver prefers."""
         del prefers
         return "rows"
 
@@ -279,7 +280,7 @@ def multiply_with_itself(pulled: Sequence[Pulled], budget: int) -> Tensor:
 
 
 def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:
-    """How each parameter's share was computed, for the forms that pull blocks back."""
+    """How each parameter's share of the first block was computed, if it was pulled back."""
     if not row_blocks:
         return ()
     return tuple(row_blocks[0].coverage)

@@ -234,6 +234,7 @@ class KernelOperator:
         first = self._row_chunks[0]
         tangent = kernel.tangent
         probe = tangent.probe(first)
+        # raises where the model couples samples
         tangent.chunk(first, 0, min(count_samples(first), 2 * len(probe.value)), probe)
         self.event = tuple(probe.event)
         space = tangent.space

@@ -274,7 +274,7 @@ def _expand_over_stack(
 
 
 def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:
-    """Return, by letter, the sizes above 1 of those leading axes of the weight that z has, too."""
+    """Return, by letter, the sizes above 1 of leading axes of the weight that are in the result."""
     sizes = {}
     for letter, size in zip(letters, weight.shape, strict=False):
         if letter in result and size > 1:

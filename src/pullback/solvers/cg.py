@@ -102,7 +102,7 @@ class ConjugateGradient(Solver):
         return Solution(x, value, None, iterate.residual, status)
 
     def _judge(self, iterate: Iterate, g: Tensor, damping: float) -> Status:
-        """Return INACCURATE if x may be wrong by a tenth of its length: by ‖residual‖/λ at most."""
+        """Return OK if a stopping rule held and x, wrong by ‖residual‖/λ at most, is accurate."""
         if not iterate.has_converged:
             return Status.MAX_ITERATIONS
         if self.progress:

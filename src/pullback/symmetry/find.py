@@ -256,7 +256,7 @@ def _read_candidates(run: Example) -> tuple[list[Action], list[str]]:
 
 
 def _verify(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
-    """Return the actions that are symmetries; for "layer", with one factor per scaling."""
+    """Return the `Symmetry` of the actions that pass; for "layer", with one factor per scaling."""
     accepted, rejected = verify_actions(run, actions)
     if group == "layer":  # sums of verified generators
         accepted = [Verified(_merge_units(v.action), v.residual) for v in accepted]

@@ -100,7 +100,7 @@ def measure_natural(bench: Bench, repeats: int) -> dict[str, Any]:
 
 
 def make_spectral(model: nn.Module) -> pb.KFAC:
-    """Return the spectral rule with all parts, at a rate of almost zero."""
+    """Return K-FAC by the spectral rule with all parts, at a rate of almost zero."""
     return pb.KFAC(model, lr=STILL, rule=Spectral(cuda_graph=True))
 
 

@@ -144,7 +144,7 @@ class Parametrization:
         return FunctionLinearization(lambda point: self.arrange(self.evaluate(point)), self.point)
 
     def factor(self, z: Tensor) -> Factor:
-        """Return S with S Sᵀ = g at values with samples first."""
+        """Return S with S Sᵀ = g at values with samples first; a mean over these is part of g."""
         inputs = next((x for x in self._inputs if isinstance(x, Tensor)), None)
         try:
             factor = self._metric.factor(z, inputs=inputs)

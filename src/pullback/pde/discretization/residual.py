@@ -225,7 +225,7 @@ def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[An
 
 
 def count_residuals(problem: Problem, condition: Condition, sites: Sites) -> int:
-    """Return how many residuals a condition has at all of its points.
+    """Return how many residuals a condition has; raise if one depends on several points.
 
     Raises:
         PullbackError: if the residual at one point depends on the fields at other points.

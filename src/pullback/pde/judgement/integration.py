@@ -176,7 +176,7 @@ class InitialValueProblem:
 
     def find_initial_state(self) -> Tensor:
         """Return (u₁, u₁', …, u₂, …) at the start; raise IntegrationFailed if it is not found."""
-        state = self._find_initial_state(lambda times: times.new_zeros(1, len(self._orders)))
+        state = self._solve_initial_conditions(lambda times: times.new_zeros(1, len(self._orders)))
         if state is None:
             raise IntegrationFailed
         return state
@@ -202,7 +202,7 @@ class InitialValueProblem:
         """
         from scipy.integrate import solve_ivp  # slow to import
 
-        initial_state = self._find_initial_state(guess)
+        initial_state = self._solve_initial_conditions(guess)
         if initial_state is None:
             return None
         evaluations = 0
@@ -276,12 +276,12 @@ class InitialValueProblem:
         """Return the highest derivative of each field in the equations."""
         orders = dict.fromkeys(self._problem.fields, 0)
 
-        def channel(name: str, index: Index | None) -> Tensor:
+        def look_up(name: str, index: Index | None) -> Tensor:
             orders[name] = max(orders[name], self._find_order(index))
             return torch.full((1,), 0.7, dtype=torch.float64)
 
         for condition in (*self._equations, *self._initial_conditions):
-            self._residual(condition, self._start, channel)
+            self._residual(condition, self._start, look_up)
         return [orders[name] for name in self._problem.fields]
 
     def _find_order(self, index: Index | None) -> int:
@@ -316,9 +316,9 @@ class InitialValueProblem:
         return columns
 
     def _residual(
-        self, condition: Condition, t: float, channel: Callable[[str, Index | None], Tensor]
+        self, condition: Condition, t: float, look_up: Callable[[str, Index | None], Tensor]
     ) -> Tensor:
-        """Return the residuals of a condition at one time, from the fields' derivatives there."""
+        """Return the residuals of a condition at one time, from derivatives that are looked up."""
         problem = self._problem
         place = self._place.double().clone()
         place[self._axis] = t
@@ -329,7 +329,7 @@ class InitialValueProblem:
         fields = {}
         for name in problem.fields:
             fields[name] = Field(
-                lambda index, name=name: channel(name, index), problem.coordinates, normals
+                lambda index, name=name: look_up(name, index), problem.coordinates, normals
             )
         sources = {}
         coordinates = dict(zip(problem.domain.names, place.unbind(-1), strict=True))
@@ -343,7 +343,7 @@ class InitialValueProblem:
         return torch.cat([v.reshape(-1) for v in values])
 
     def _make_lookup(self, state: Tensor, highest: Tensor) -> Callable[[str, Index | None], Tensor]:
-        """Return the derivatives by field and order, from the state and the highest ones."""
+        """Return a look-up of derivatives by field and order in the state and the highest ones."""
         derivatives: dict[str, list[Tensor]] = {}
         position = 0
         for number, (name, order) in enumerate(
@@ -353,19 +353,19 @@ class InitialValueProblem:
             derivatives[name] = [*lower, highest[number : number + 1]]
             position += order
 
-        def channel(name: str, index: Index | None) -> Tensor:
+        def look_up(name: str, index: Index | None) -> Tensor:
             return derivatives[name][self._find_order(index)]
 
-        return channel
+        return look_up
 
     def _equation_residuals(self, t: float, state: Tensor, highest: Tensor) -> Tensor:
-        channel = self._make_lookup(state, highest)
-        return torch.cat([self._residual(c, t, channel) for c in self._equations])
+        look_up = self._make_lookup(state, highest)
+        return torch.cat([self._residual(c, t, look_up) for c in self._equations])
 
     def _initial_residuals(self, state: Tensor) -> Tensor:
-        channel = self._make_lookup(state, torch.zeros_like(self._highest))
+        look_up = self._make_lookup(state, torch.zeros_like(self._highest))
         conditions = self._initial_conditions
-        return torch.cat([self._residual(c, self._start, channel) for c in conditions])
+        return torch.cat([self._residual(c, self._start, look_up) for c in conditions])
 
     def _differentiate_state(self, t: float, state: Tensor) -> Tensor:
         """Return the state's derivative; Newton's method finds the highest derivatives."""
@@ -381,8 +381,8 @@ class InitialValueProblem:
             position += order
         return torch.cat(slopes)
 
-    def _find_initial_state(self, guess: Trajectory) -> Tensor | None:
-        """Return the state at the start that meets all initial conditions."""
+    def _solve_initial_conditions(self, guess: Trajectory) -> Tensor | None:
+        """Return the state near a guess that meets all initial conditions, if it is found."""
         state = torch.zeros(sum(self._orders), dtype=torch.float64)
         start = torch.tensor([self._start], dtype=torch.float64)
         values = guess(start)[0].detach().cpu().double()

@@ -1,7 +1,8 @@
 """Rules for operations that rearrange entries, pick or choose them, or pool neighbors.
 
 A rule returns the labelled result of the node's operation. Its docstring says what the operation
-does, and what the rule requires of the scales.
+does, and what the rule requires of the scales. Where entries may be scaled
+and not mixed, as before a comparison, their activations are marked as nonlinear.
 """
 
 from __future__ import annotations
