@@ -6,11 +6,10 @@ from typing import Any
 import pullback as pb
 from pullback.optim.kfac import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, TwoSided
 
-_ESTIMATION = {f.name for f in fields(Estimation)} - {"fisher", "metric", "joint"}
+_ESTIMATION = {f.name for f in fields(Estimation)} - {"fisher", "metric"}
 _OWN: dict[str, tuple[str, ...]] = {
     "natural": (
-        "likelihood", "metric", "fisher", "damping", "momentum", "kl_clip", "ekfac", "joint",
-        "warmup",
+        "likelihood", "metric", "fisher", "damping", "momentum", "kl_clip", "ekfac", "warmup",
     ),
     "eigenbasis": ("betas", "eps", "likelihood", "metric", "fisher"),
     "spectral": ("damping",),

@@ -8,11 +8,19 @@ import torch
 from torch import nn
 
 import pullback as pb
-from pullback.optim.foreign_arguments import KFAC_COUNTERPARTS, NATURAL_GRADIENT_COUNTERPARTS
+from pullback.optim.foreign_arguments import (
+    KFAC_COUNTERPARTS,
+    NATURAL_COUNTERPARTS,
+    NATURAL_GRADIENT_COUNTERPARTS,
+)
 from pullback.optim.kfac import Estimation
 from pullback.optim.kfac.rules import AdamW, Eigenbasis, Natural, Spectral
 
-TABLES = {pb.KFAC: KFAC_COUNTERPARTS, pb.NaturalGradient: NATURAL_GRADIENT_COUNTERPARTS}
+TABLES = {
+    pb.KFAC: KFAC_COUNTERPARTS,
+    pb.NaturalGradient: NATURAL_GRADIENT_COUNTERPARTS,
+    Natural: NATURAL_COUNTERPARTS,
+}
 CASES = [(optimizer, name) for optimizer, table in TABLES.items() for name in table]
 CONSTRUCTORS = {
     "AdamW": AdamW,

@@ -72,9 +72,9 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "Write rule=Natural(likelihood, fisher=...) or rule=Natural(metric=...)",
     ),
     (
-        "kl_clip norm_constraint ekfac joint warmup",
+        "kl_clip norm_constraint ekfac warmup",
         "it belongs to the natural rule",
-        "Write rule=Natural(likelihood, kl_clip=..., ekfac=..., joint=..., warmup=...)",
+        "Write rule=Natural(likelihood, kl_clip=..., ekfac=..., warmup=...)",
     ),
     (
         "head cuda_graph others",
@@ -87,7 +87,7 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "Write rule=Spectral(adapt=..., whitening=..., agreement=...)",
     ),
     (
-        "draws ema sharing max_factor batch_dim reduction seed",
+        "draws ema sharing max_factor batch_dim reduction seed joint",
         "it says how a rule estimates its factors",
         "Write rule=Natural(likelihood, estimation=Estimation(draws=..., ema=..., reduction=...))",
     ),
@@ -131,6 +131,14 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "solver gram retract metric_batch",
         "it belongs to the exact natural gradient",
         "Leave it out, or use NaturalGradient",
+    ),
+)
+
+NATURAL_COUNTERPARTS = _list_counterparts(
+    (
+        "draws ema sharing max_factor batch_dim reduction seed joint",
+        "it says how the rule estimates its factors",
+        "Write estimation=Estimation(draws=..., ema=..., joint=...)",
     ),
 )
 

@@ -16,7 +16,7 @@ import pullback as pb
 from pullback.grams.kronecker import Pair
 from pullback.maps.roles import Role
 from pullback.optim.kfac import AdamW as AdamWRule
-from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Spectral, TwoSided
+from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Natural, Spectral, TwoSided
 from pullback.optim.kfac.factors.block import BlockKind
 from pullback.optim.kfac.rules.base import (
     BlockShape,
@@ -1005,3 +1005,25 @@ def test_stacks_have_the_directions_together_that_they_have_alone() -> None:
     for i, direction in enumerate(directions):
         torch.testing.assert_close(direction, rule.direction(gradients[i], copies[i], context))
         torch.testing.assert_close(states[i].first, copies[i].first)
+
+
+def test_a_rule_takes_what_its_estimation_says() -> None:
+    """What `estimation=` says counts, unless the rule's own argument says something else."""
+    stated = Estimation(fisher="exact", joint=False)
+    for rule in (Natural(estimation=stated), Eigenbasis(estimation=stated)):
+        assert rule.estimation.fisher == "exact"
+        assert rule.estimation.joint is False
+    assert Natural(fisher="empirical", estimation=stated).estimation.fisher == "empirical"
+    assert Natural(estimation=Estimation(ema=0.9)).estimation.fisher == "mc"
+    assert Natural(estimation=Estimation(ema=0.9)).estimation.joint
+    assert Eigenbasis(estimation=Estimation(ema=0.9)).estimation.fisher == "empirical"
+
+
+def test_joint_of_the_estimation_separates_weight_and_bias() -> None:
+    model = nn.Linear(3, 2)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    rule = Natural(estimation=Estimation(joint=False))
+    opt = pb.KFAC(model, rule=rule)
+    model(x).square().sum().backward()
+    opt.step()
+    assert {key.names for key in opt.blocks.averages} == {("weight",), ("bias",)}

@@ -13,7 +13,7 @@ from pullback import KFAC
 from pullback.optim.kfac import Estimation, Natural
 
 _OF_THE_RULE = (
-    "likelihood", "metric", "fisher", "damping", "momentum", "kl_clip", "ekfac", "joint", "warmup",
+    "likelihood", "metric", "fisher", "damping", "momentum", "kl_clip", "ekfac", "warmup",
 )  # fmt: skip
 _OF_ESTIMATION = tuple(f.name for f in fields(Estimation) if f.name not in _OF_THE_RULE)
 

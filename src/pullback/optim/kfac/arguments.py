@@ -93,7 +93,9 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("output", _is_selector, "Use a key, an index or a function of the model's output"),
 ]
 #: arguments that may be None
-_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction")
+_OPTIONAL = (
+    "kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction", "fisher", "joint",
+)  # fmt: skip
 _TESTS = {
     name: (is_usable, remedy) for names, is_usable, remedy in _TABLE for name in names.split()
 }

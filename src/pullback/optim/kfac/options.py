@@ -110,7 +110,7 @@ class Options:
     @property
     def joint(self) -> bool:
         """Whether weight and bias share a block."""
-        return self.rule.estimation.joint
+        return bool(self.rule.estimation.joint)
 
     @property
     def measures_spectrum(self) -> bool:
@@ -197,7 +197,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
         kl_clip=_find_kl_clip(rule, is_controlled=is_controlled),
         metric=rule.estimation.metric or choose_metric(None, None),
         reduction=rule.estimation.reduction or "mean",
-        fisher=rule.estimation.fisher,
+        fisher=rule.estimation.fisher or "mc",
         draws=rule.estimation.draws,
         is_controlled=is_controlled,
     )

@@ -45,7 +45,8 @@ class Estimation:
 
     Attributes:
         fisher: "mc" draws targets from the model's predictions, "exact" takes the metric as it is
-            (a reverse pass per output), "empirical" the loss's own gradient.
+            (a reverse pass per output), "empirical" the loss's own gradient. By default the rule's:
+            "empirical" with `Eigenbasis`, "mc" with all others.
         draws: targets per sample for "mc".
         ema: the weight of the past in the averages.
         sharing: "expand" or "reduce", how positions that share a weight enter.
@@ -55,12 +56,12 @@ class Estimation:
             loss given as likelihood, else "mean".
         seed: of the draws, which follow from it and the number of the step.
         metric: the metric on outputs; by default that of ½‖·‖². Rules set it from a likelihood.
-        joint: whether weight and bias of a layer share a block. Rules set it.
+        joint: whether weight and bias of a layer share a block; by default they do with `Natural`.
         measures_spectrum: whether second moments of the gradient are measured in the bases that the
             rule names. Rules set it.
     """
 
-    fisher: str = "mc"
+    fisher: str | None = None
     draws: int = 1
     ema: float = 0.95
     sharing: str = "expand"
@@ -69,8 +70,21 @@ class Estimation:
     reduction: str | None = None
     seed: int = 0
     metric: Metric | None = None
-    joint: bool = False
+    joint: bool | None = None
     measures_spectrum: bool = False
+
+    def with_defaults(
+        self, fisher: str | None, *, default_fisher: str, default_joint: bool = False
+    ) -> Estimation:
+        """Return the same with a rule's argument `fisher`, and its defaults for what is None."""
+        if fisher is None:
+            fisher = self.fisher
+        if fisher is None:
+            fisher = default_fisher
+        joint = self.joint
+        if joint is None:
+            joint = default_joint
+        return replace(self, fisher=fisher, joint=joint)
 
     def with_metric(self, likelihood: Any, metric: Any, **changes: Any) -> Estimation:
         """Return the same for the Fisher metric of a likelihood, or for a metric."""

@@ -106,7 +106,7 @@ class Eigenbasis(Rule):
         cuda_graph: bool = False,
         likelihood: Any = None,
         metric: Any = None,
-        fisher: str = "empirical",
+        fisher: str | None = None,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
@@ -117,7 +117,8 @@ class Eigenbasis(Rule):
         self.cuda_graph = cuda_graph
         if estimation is None:
             estimation = Estimation()
-        self.estimation = estimation.with_metric(likelihood, metric, fisher=fisher)
+        estimation = estimation.with_defaults(fisher, default_fisher="empirical")
+        self.estimation = estimation.with_metric(likelihood, metric)
         if others is None:
             others = AdamW(betas)
         self.others = others

@@ -23,6 +23,7 @@ from ....grams.kronecker.blocks import from_bases, to_bases
 from ....likelihoods import Likelihood
 from ....maps.roles import Role
 from ....metrics import Metric
+from ...foreign_arguments import NATURAL_COUNTERPARTS, explain_unknown_arguments
 from ..arguments import check
 from ..factors.block import BlockKind
 from ..factors.damping import Damping, as_damping
@@ -72,8 +73,8 @@ class Natural(Rule):
             the loss itself, such as `nn.CrossEntropyLoss()`.
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
             samples of one forward call by the model's first tensor.
-        fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
-            "empirical" the loss's own gradient.
+        fisher: "mc", the default, draws targets, "exact" takes the metric as it is (a reverse pass
+            per output), "empirical" the loss's own gradient.
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
         momentum: μ in m ← μm + F̂⁻¹g; param groups may have their own.
         kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm, momentum included. F̂ is that of the
@@ -81,7 +82,6 @@ class Natural(Rule):
             switches it off.
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
             linear and convolution layers used once. λ is added to them.
-        joint: whether weight and bias of a layer share a block.
         warmup: w, the first steps that all take statistics and invert. After them the gaps between
             statistics and between inversions grow as steps/w, until they are those of the schedule.
             Inverses of the first step alone would be wrong by the tenth, and those of the tenth by
@@ -98,21 +98,21 @@ class Natural(Rule):
     refreshes_together: ClassVar = True
     damping: Damping
 
+    @explain_unknown_arguments(NATURAL_COUNTERPARTS)
     def __init__(
         self,
         likelihood: Likelihood | Callable[..., Tensor] | None = None,
         *,
         metric: Metric | Callable[[Tensor], Tensor] | None = None,
-        fisher: str = "mc",
+        fisher: str | None = None,
         damping: float | Damping = 1e-3,
         momentum: float = 0.9,
         kl_clip: float | str | None = "auto",
         ekfac: bool = False,
-        joint: bool = True,
         warmup: int = 10,
         estimation: Estimation | None = None,
     ) -> None:
-        check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, joint=joint, warmup=warmup)
+        check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, warmup=warmup)
         self.damping = as_damping(damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         self.momentum = momentum
         self.ekfac = ekfac
@@ -120,8 +120,8 @@ class Natural(Rule):
         self.warmup = warmup
         if estimation is None:
             estimation = Estimation()
-        changes = {"fisher": fisher, "joint": joint, "measures_spectrum": ekfac}
-        self.estimation = estimation.with_metric(likelihood, metric, **changes)
+        estimation = estimation.with_defaults(fisher, default_fisher="mc", default_joint=True)
+        self.estimation = estimation.with_metric(likelihood, metric, measures_spectrum=ekfac)
         refuse_combinations(self.estimation, self.damping)
 
     @property
