@@ -30,12 +30,12 @@ class Probe:
     Attributes:
         value: (few, *event).
         entries: the numbers that are stored to pull one covector of one sample back.
-        widest: multiply-adds of the largest layer for it.
+        largest_layer_cost: multiply-adds of the largest layer for it.
     """
 
     value: Tensor
     entries: int
-    widest: float
+    largest_layer_cost: float
 
     @property
     def event(self) -> torch.Size:
@@ -146,7 +146,7 @@ class Tangent:
         count = max(1, min(_PROBE_SAMPLES, count_samples(args) // 2))
         linear = self._at(take_samples(args, 0, count), None)
         entries = linear.footprint // count or self.space.size
-        return Probe(linear.value, entries, linear.widest / count)
+        return Probe(linear.value, entries, linear.largest_layer_cost / count)
 
     def chunk(self, args: Call, start: int, stop: int, probe: Probe) -> Linearization:
         """Return J at the samples in [start, stop).
@@ -263,11 +263,11 @@ def _check_parameters(params: Mapping[str, Tensor], of_model: Mapping[str, Tenso
             why,
             "Unfreeze a parameter of the module, or name its own in params=",
         )
-    not_float = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
-    if not_float:
+    unusable = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
+    if unusable:
         raise PullbackError(
             "The parameters are not usable",
-            f"{not_float} hold no floating-point numbers",
+            f"{unusable} hold no floating-point numbers, or none at all",
             "Pass float tensors on a device that holds their values",
         )
 

@@ -82,7 +82,7 @@ class Batch:
 
     def has_large_products(self) -> bool:
         """Return True if pulling a chunk back has products so large that splitting them pays."""
-        return 2 * self._probe.widest * self._step * self.event.numel() >= SPLIT_ABOVE
+        return 2 * self._probe.largest_layer_cost * self._step * self.event.numel() >= SPLIT_ABOVE
 
     def slices(self) -> list[slice]:
         """Return the samples of every chunk."""

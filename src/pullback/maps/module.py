@@ -342,7 +342,7 @@ class ModuleLinearization(Linearization):
         return layer_entries + self.value.shape[0] * row_entries
 
     @property
-    def widest(self) -> int:
+    def largest_layer_cost(self) -> int:
         """Largest number of multiply-adds at one layer, when one covector per sample is pulled."""
         largest = 0
         for entry in self.entries:

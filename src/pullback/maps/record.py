@@ -494,8 +494,8 @@ class ForwardRecord:
                 edges[i] = GradientEdge(output_node, edge.output_nr)
         return edges
 
-    def find_head(self, node: Any) -> bool:
-        """Set `head` to the plain linear layer with this output node; return True if there is one.
+    def note_head(self, node: Any) -> bool:
+        """Note as `head` the plain linear layer with this output node; return True if there is one.
 
         It is called before the node is released.
         """

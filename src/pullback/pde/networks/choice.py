@@ -106,7 +106,11 @@ def network_for(
 
 
 def _wrap_in_units(network: nn.Module, problem: Problem) -> Rescaled:
-    """Return a network of coordinates in [−1, 1], with fields far from 1 in units of their own."""
+    """Return a network of coordinates in [−1, 1], with fields far from 1 in units of their own.
+
+    Where an eigenvalue problem is solved by its ground state, the network's last layer is first
+    set to one sign.
+    """
     if has_ground_state_without_nodes(problem):
         _begin_with_one_sign(network, find_constant_state(problem))
     units = choose_units(problem)

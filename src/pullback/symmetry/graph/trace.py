@@ -62,6 +62,7 @@ def trace(example: Example) -> Trace:
 
 
 def _trace_call(example: Example, inputs: Inputs) -> Trace:
+    """Return the graph of the model's call on inputs, and whether it has read their values."""
     value_reads = _ValueReads(len(example.params))
 
     def call(params: dict[str, Tensor], fixed: dict[str, Tensor], inputs: Any) -> list[Tensor]:

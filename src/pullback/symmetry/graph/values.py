@@ -168,7 +168,7 @@ class ParameterCoordinates:
                 return view_axes
             view_axes = closure
 
-    def first_axis_mask(self) -> Tensor:
+    def make_first_axis_mask(self) -> Tensor:
         """Return which positions along the parameter's first axis the view has: (sizes[0],)."""
         if not self.sizes:
             return torch.ones(1, dtype=torch.bool)

@@ -199,7 +199,7 @@ class Walk:
             if shape in legs:
                 array = self.scales.product(legs[shape], array)
             legs[shape] = array
-        mask = entries.first_axis_mask()
+        mask = entries.make_first_axis_mask()
         regions = self.regions.setdefault(entries.name, [])
         for region in regions:
             if bool((region.mask & mask).any()):

@@ -58,7 +58,7 @@ class PendingPass:
         else:
             self._leaf = None
         if isinstance(source, ForwardRecord) and node is not None:
-            if z.numel() >= _LIMITS.large_output and node is z.grad_fn and source.find_head(node):
+            if z.numel() >= _LIMITS.large_output and node is z.grad_fn and source.note_head(node):
                 # while the loss is differentiated there would be one more tensor of this size;
                 # `head_output` computes it again
                 self._value = None
