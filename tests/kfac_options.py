@@ -29,7 +29,7 @@ def kfac_of(model: Any, lr: float | None = None, *, rule: Any = None, **options:
     schedule from the first on (`warmup=0`), unless told otherwise.
     """
     options = {name: value for name, value in options.items() if not _is_unset(name, value)}
-    if rule is None and not options.keys().isdisjoint({*_OWN["natural"], "step"}):
+    if rule is None and not options.keys().isdisjoint({*_OWN["natural"], "joint", "step"}):
         rule = "natural"
     if isinstance(rule, str) and rule in _KINDS:
         rule, options = _build_rule(rule, options)

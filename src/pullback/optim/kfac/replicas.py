@@ -300,11 +300,11 @@ class Replicas:
         known = (shapes, dict(structure.partners), dict(capture.table.roles))
         known_by_rank = self.processes.gather_objects(known)
         partners: dict[str, tuple[str, ...]] = {}
-        for _, partners_there, roles in reversed(known_by_rank):
-            partners |= partners_there
+        for _, rank_partners, roles in reversed(known_by_rank):
+            partners |= rank_partners
             capture.table.add_roles(roles.values())
         structure.partners = partners
-        return join_shapes([shapes_there for shapes_there, *_ in known_by_rank])
+        return join_shapes([rank_shapes for rank_shapes, *_ in known_by_rank])
 
     def _compare(
         self,
@@ -457,8 +457,8 @@ class Replicas:
             states.refresh(averages, owned_keys, damping, references)
         owned_outcomes = {k: _RefreshOutcome.of(states.blocks[k]) for k in owned_keys}
         outcomes: dict[BlockKey, _RefreshOutcome] = {}
-        for outcomes_there in self.processes.gather_objects(owned_outcomes):
-            outcomes |= outcomes_there
+        for rank_outcomes in self.processes.gather_objects(owned_outcomes):
+            outcomes |= rank_outcomes
         for key in [k for k in keys if k not in owned_outcomes]:
             self._adopt(states, key, outcomes[key])
         self._send(states, keys)

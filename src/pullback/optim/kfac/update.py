@@ -111,7 +111,7 @@ def _make_update(
     pieces, tensors, momenta = params.cut_pieces(names, directions, tensors, momenta)
     if rule.is_elementwise:  # whose directions are pieces already
         pieces = directions
-    shaped = [like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
+    shaped = [cast_like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
     decay = float(group["weight_decay"])
     return GroupUpdate(names, tensors, shaped, momenta, lr, momentum, decay)
 
@@ -202,7 +202,7 @@ def _has_kernel(params: Sequence[Tensor]) -> bool:
     return all(p.is_contiguous() for p in params)
 
 
-def like_parameter(direction: Tensor, p: Tensor) -> Tensor:
+def cast_like_parameter(direction: Tensor, p: Tensor) -> Tensor:
     """Return the direction in the dtype, device and memory layout of its parameter."""
     is_same = direction.dtype == p.dtype and direction.device == p.device
     if is_same and direction.stride() == p.stride():

@@ -264,7 +264,7 @@ class Run:
     ) -> Stop:
         """Return why the run ends, after all its steps."""
         history = self.history
-        is_announced = not (announce and self.is_main_process)
+        should_announce = announce and self.is_main_process
         self._file.start_clock(history.spent)
         while True:
             stop = self._find_stop()
@@ -273,9 +273,9 @@ class Run:
             info = self._step()
             fresh_loss = history.fresh_loss[-1] if history.fresh_loss else math.nan
             line(len(history), loss=info.loss, fresh=fresh_loss, error=self.error)
-            if not is_announced:
+            if should_announce:
                 self._announce_cost(info, line)
-                is_announced = True
+                should_announce = False
             stop = self._find_request(info, interruption)
             if stop is not None:
                 return stop
