@@ -18,6 +18,7 @@ from ..framework.problem_set import ProblemSetExperiment
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
+from ..framework.timing import count_cpu_seconds
 from ..pde_honesty.experiment import measure_error
 from ..pde_honesty.problems import PROBLEMS as HONESTY_PROBLEMS
 from ..pde_honesty.problems import clamped_plate
@@ -51,7 +52,7 @@ class StuckProblems(ProblemSetExperiment):
     paper: str = "Problems that get stuck"
     figure: str = "verdicts, errors and advice"
     claim: str = "Every problem is solved by defaults, or the verdict tells what to change"
-    about: str = "Every problem is solved by defaults within the same seconds on one thread."
+    about: str = "Every problem is solved by defaults within the same CPU seconds on one thread."
     problems: Sequence[str] = tuple(PROBLEMS)
     quick_problems: Sequence[str] = ("logistic", "two-constants")
     seconds: float = 90.0
@@ -83,7 +84,7 @@ class StuckProblems(ProblemSetExperiment):
     def _solve_problem(self, name: str, context: Context) -> Record:
         problem = PROBLEMS[name]()
         network = pde.network_for(problem, seed=context.seed)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), count_cpu_seconds():
             warnings.simplefilter("ignore")
             solution = pde.solve(
                 problem,
