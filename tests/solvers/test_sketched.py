@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import scipy.fft
 import torch
 
 import pullback as pb
 from pullback.solvers import Sketched, sketched
-from pullback.solvers.sketched import ColumnSketch, RowSketch, dct, idct
+from pullback.solvers.sketched import ColumnSketch, RowSketch
 from pullback.testing import assert_close
 from tests.pairs import all_pairs
 from tests.solvers.helpers import hold, random, vector
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 15, 64])
-def test_dct_is_the_orthogonal_cosine_transform(n: int) -> None:
-    eye = torch.eye(n).double()
-    transform = dct(eye)
-    assert_close(transform @ transform.T, eye, 1e-14, "orthogonal")
-    want = torch.from_numpy(scipy.fft.dct(np.eye(n), norm="ortho", axis=-1))
-    assert_close(transform, want, 1e-13, "type II, orthonormal")
-    assert_close(idct(eye), transform.T, 1e-13, "the inverse is the transpose")
-    x = random(3, n)
-    assert_close(idct(dct(x)), x, 1e-13, "idct(dct(x)) = x")
-    assert_close(dct(x.float()), dct(x).float(), 1e-6, "float32")
 
 
 def test_a_row_sketch_adds_signed_rows_into_buckets() -> None:
@@ -38,12 +23,28 @@ def test_a_row_sketch_adds_signed_rows_into_buckets() -> None:
     assert set(sketch.sign.tolist()) == {-1.0, 1.0}
 
 
-def test_a_column_sketch_has_orthonormal_columns() -> None:
-    sketch = ColumnSketch.draw(10, 4, random(1, 1), torch.Generator().manual_seed(0))
-    omega = sketch.expand(torch.eye(4).double()).T  # (10, 4)
-    assert_close(omega.T @ omega, torch.eye(4).double(), 1e-13, "ΩᵀΩ = I")
-    x = random(3, 10)
+@pytest.mark.parametrize(("p", "count"), [(10, 4), (2, 1), (300, 47), (300, 299), (2000, 10)])
+def test_a_column_sketch_has_orthonormal_columns(p: int, count: int) -> None:
+    sketch = ColumnSketch.draw(p, count, random(1, 1), torch.Generator().manual_seed(0))
+    omega = sketch.expand(torch.eye(count).double()).T  # (p, count)
+    assert_close(omega.T @ omega, torch.eye(count).double(), 1e-13, "ΩᵀΩ = I")
+    assert bool(omega.any(1).all())  # every column of A has a share
+    x = random(3, p)
     assert_close(sketch.compress(x), x @ omega, 1e-13, "x Ω")
+    assert_close(sketch.compress(x[0]), x[0] @ omega, 1e-13, "one row")
+    assert_close(sketch.expand(x[0, :count]), omega @ x[0, :count], 1e-13, "Ω y")
+
+
+def test_a_column_sketch_keeps_lengths() -> None:
+    """The mean over draws of ‖xᵀΩ‖² is k/p of ‖x‖², for spread and for single entries."""
+    x = torch.stack([torch.ones(300).double() / 300**0.5, torch.eye(300).double()[7]])
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    for _ in range(200):
+        sketch = ColumnSketch.draw(300, 60, x, generator)
+        shares.append(sketch.compress(x).square().sum(1))
+    mean = torch.stack(shares).mean(0)
+    assert_close(mean, torch.full((2,), 0.2).double(), 0.02, "k/p")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,8 @@ def test_rows_are_compressed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     sketch = ColumnSketch.draw(10, 4, random(1, 1), torch.Generator().manual_seed(0))
     x = random(7, 10)
     whole = sketch.compress(x)
-    limits = sketched.TransformLimits(most_entries=25)  # two rows
-    monkeypatch.setattr(sketched, "_LIMITS", limits)
+    limits = sketched.SketchSizes(most_entries=25)  # two rows
+    monkeypatch.setattr(sketched, "_SIZES", limits)
     assert_close(sketch.compress(x), whole, 1e-14, "x Ω")
     assert sketch.compress(x[0]).shape == (4,)
     assert sketch.compress(x[:0]).shape == (0, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 
 import torch
@@ -16,15 +17,18 @@ from .pinv import PseudoInverse, Spectrum
 
 
 @dataclass(frozen=True)
-class TransformLimits:
+class SketchSizes:
     """Sizes in `ColumnSketch`."""
 
-    #: entries that are transformed at once: 512 MiB in float64, and intermediate results take
-    #: several times as many
+    #: columns of a block: 16 to 128 take equally long, most of it to put the columns in order
+    columns_of_block: int = 64
+    #: directions of a block, at least: what they keep of a vector varies by 1/√(2·8), a quarter
+    directions_of_block: int = 8
+    #: entries that are mixed at once: 512 MiB in float64, and their copy takes as much
     most_entries: int = 2**26
 
 
-_LIMITS = TransformLimits()
+_SIZES = SketchSizes()
 
 
 @dataclass(frozen=True)
@@ -50,62 +54,66 @@ class RowSketch:
 
 @dataclass(frozen=True)
 class ColumnSketch:
-    """Ω with orthonormal columns: random signs, an orthogonal cosine transform, a subset."""
+    """Ω with orthonormal columns: all columns in random blocks, and random directions in each.
 
-    sign: Tensor
-    chosen: Tensor
+    Blocks have b columns each. Some are filled up with a column that is not used. A least-squares
+    problem in this subspace leaves as much of the loss as in one from a cosine transform of all
+    columns (to 2 %, Burgers with 609 parameters), which takes 5.8 times as long with p = 4965.
+
+    Attributes:
+        order: the columns of one block after the other, (B·b,).
+        place: where each column is in this order, (p,).
+        directions: of every block, orthonormal and zero where a block is filled up, (B, b, m).
+        count: so many of the B·m directions are used: the last one of some blocks is not.
+    """
+
+    order: Tensor
+    place: Tensor
+    directions: Tensor
+    count: int
 
     @classmethod
     def draw(cls, p: int, count: int, template: Tensor, generator: torch.Generator) -> ColumnSketch:
-        """Return a random subsampled transform of p columns, like the template."""
-        sign = torch.randint(0, 2, (p,), generator=generator) * 2 - 1
-        chosen = torch.randperm(p, generator=generator)[:count].sort().values
-        return cls(sign.to(template), chosen.to(template.device))
+        """Return a random subspace of p columns of dimension count < p, like the template."""
+        blocks = min(p // _SIZES.columns_of_block, count // _SIZES.directions_of_block)
+        blocks = max(1, blocks)
+        columns = ceil(p / blocks)
+        filler = torch.zeros(blocks * columns - p, dtype=torch.long)
+        shuffled = torch.cat([torch.randperm(p, generator=generator), filler])
+        place_in_order = torch.arange(len(shuffled)).view(blocks, columns).T.flatten()
+        order = torch.empty_like(shuffled)
+        order[place_in_order] = shuffled
+        place = torch.empty(p, dtype=torch.long)
+        place[shuffled[:p]] = place_in_order[:p]
+        shape = (blocks, columns, ceil(count / blocks))
+        gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+        gaussian.view(-1, shape[-1])[place_in_order[p:]] = 0
+        directions = torch.linalg.qr(gaussian).Q
+        device = template.device
+        return cls(order.to(device), place.to(device), directions.to(template), count)
 
     def compress(self, x: Tensor) -> Tensor:
-        """Return x Ω for x of shape (..., p); a chunk of rows is transformed at a time."""
-        rows = max(1, _LIMITS.most_entries // len(self.sign))
-        chunks = x.reshape(-1, len(self.sign)).split(rows)
-        pieces = [x.new_zeros(0, len(self.chosen))]
-        for chunk in chunks:
-            if len(chunk):  # a GPU has no transform of an empty tensor
-                pieces.append(dct(chunk * self.sign)[:, self.chosen])
-        return torch.cat(pieces).view(*x.shape[:-1], len(self.chosen))
+        """Return x Ω for x of shape (..., p); a chunk of rows is mixed at a time."""
+        rows = max(1, _SIZES.most_entries // len(self.place))
+        chunks = x.reshape(-1, len(self.place)).split(rows)
+        pieces = [self._compress_rows(chunk) for chunk in chunks]
+        return torch.cat(pieces).view(*x.shape[:-1], self.count)
+
+    def _compress_rows(self, x: Tensor) -> Tensor:
+        """Return x Ω, (n, count), for x of shape (n, p)."""
+        blocks = x[:, self.order].unflatten(1, self.directions.shape[:2])  # (n, B, b)
+        mixed = torch.bmm(blocks.transpose(0, 1), self.directions)  # (B, n, m)
+        return mixed.permute(1, 2, 0).flatten(1)[:, : self.count]
 
     def expand(self, y: Tensor) -> Tensor:
         """Return Ω y for y of shape (..., count)."""
-        full = y.new_zeros(*y.shape[:-1], len(self.sign))
-        full[..., self.chosen] = y
-        return idct(full) * self.sign
-
-
-def dct(x: Tensor) -> Tensor:
-    """Return the orthonormal cosine transform (type II) along the last axis, by one real FFT.
-
-    The real part of a shifted wave is frequency k, and its negative imaginary part n − k.
-    """
-    n = x.shape[-1]
-    reordered = torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], -1)
-    k = torch.arange(n // 2 + 1, dtype=x.dtype, device=x.device)
-    size = torch.full_like(k, (2 / n) ** 0.5)
-    size[0] = (1 / n) ** 0.5
-    waves = torch.fft.rfft(reordered) * torch.polar(size, -torch.pi * k / (2 * n))
-    return torch.cat([waves.real, -waves.imag[..., 1 : n - n // 2].flip(-1)], -1)
-
-
-def idct(x: Tensor) -> Tensor:
-    """Return the inverse (and transpose) of `dct`."""
-    n = x.shape[-1]
-    k = torch.arange(n, dtype=x.dtype, device=x.device)
-    scaled = torch.cat([x[..., :1] * 2**0.5, x[..., 1:]], -1) * (n / 2) ** 0.5
-    mirrored = torch.cat([torch.zeros_like(scaled[..., :1]), scaled[..., 1:].flip(-1)], -1)
-    phase = torch.polar(torch.ones_like(k), torch.pi * k / (2 * n))
-    reordered = torch.fft.ifft(torch.complex(scaled, -mirrored) * phase).real
-    out = torch.empty_like(x)
-    half = (n + 1) // 2
-    out[..., ::2] = reordered[..., :half]
-    out[..., 1::2] = reordered[..., half:].flip(-1)
-    return out
+        blocks, _, most = self.directions.shape
+        coefficients = y.new_zeros(y.shape[:-1].numel(), blocks * most)
+        coefficients[:, : self.count] = y.reshape(-1, self.count)
+        by_block = coefficients.unflatten(1, (most, blocks)).permute(2, 0, 1)  # (B, n, m)
+        expanded = torch.bmm(by_block, self.directions.mT)  # (B, n, b)
+        x = expanded.transpose(0, 1).flatten(1)[:, self.place]
+        return x.view(*y.shape[:-1], len(self.place))
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def count_parameters(trial: Trial) -> int:
 def describe_cost(trial: Trial, method: MethodOptions, residual_count: int) -> str:
     """Return in words what a step in a random subspace takes; empty if steps are no such ones.
 
-    The operations are those of A, its cosine transform, QR and SVD, in products of matrices; the
+    The operations are those of A, its random directions, QR and SVD, in products of matrices; the
     speed of the device at these is measured.
     """
     is_default = method.solver is None and method.optimizer is None
