@@ -20,7 +20,7 @@ class Likelihood(ABC):
     """A family of distributions with parameters z of shape (N, *event)."""
 
     #: whether `score` takes z in half precision as it is
-    halves: bool = False
+    scores_in_half_precision: bool = False
 
     @abstractmethod
     def factor(self, z: Tensor) -> Factor:

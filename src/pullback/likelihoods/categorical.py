@@ -117,7 +117,7 @@ class Categorical(Likelihood):
     every position (a z-loss, say) hides them: then mask the metric with `Weighted`.
     """
 
-    halves = True  # torch's softmax adds up in float32
+    scores_in_half_precision = True  # torch's softmax adds up in float32
     #: whether a gradient has shown that the axis is not the wrong one
     _is_axis_checked = False
     #: the axis where `dim` is None

@@ -452,7 +452,10 @@ class NaturalGradient(Optimizer):
         return Displacement(problem.space, flat, None, self._retraction)
 
     def _share_move(self, move: Move, state: dict[str, Any]) -> Move:
-        """Return the first process's move, to which all others' are equal but for round-off."""
+        """Return the first process's move, and set its numbers; raise if learning rates differ.
+
+        The moves of all others are equal to it but for round-off.
+        """
         numbers = {name: v for name, v in state.items() if isinstance(v, (int, float))}
         rates = self._list_rates()
         rates_by_rank = self._processes.gather_objects(rates)

@@ -210,7 +210,7 @@ class System:
 def agrees_with_autograd(
     gram: Gram, stack: RowStack, problem: StepProblem, white: Tensor | None
 ) -> bool:
-    """Return True if cᵀ(AAᵀ)c is ‖Aᵀc‖² for one vector c, with Aᵀc by autograd.
+    """Return True if cᵀ(AAᵀ)c is ‖Aᵀc‖² for one c with Aᵀc by autograd, or all is by autograd.
 
     The left side is by the formulas of the layers, which a changed model may have made wrong. c is
     r where it is known, since Aᵀr is known too.

@@ -339,7 +339,7 @@ def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Gen
         factor = metric.factor(z, inputs=inputs)
         return factor.apply(draw_signs((len(z), *factor.white), z, generator))
     likelihood: Any = metric.likelihood
-    if likelihood.halves:
+    if likelihood.scores_in_half_precision:
         return likelihood.score(z, generator)
     step = max(1, _ENTRIES * len(z) // max(1, z.numel()))
     dtype = compute_dtype(z.dtype)
