@@ -64,6 +64,7 @@ class Replay:
         self._record(graph_key, tensors[0].device, work)
 
     def _record(self, graph_key: Hashable, device: torch.device, work: Callable[[], None]) -> None:
+        """Record the work in a graph and run it; switch off if that fails or there are too many."""
         if len(self._graphs) >= _LIMITS.most_graphs:
             self._graphs.clear()
             self.off = True

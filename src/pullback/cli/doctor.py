@@ -61,6 +61,7 @@ def list_devices() -> list[torch.device]:
 
 
 def _facts() -> Table:
+    """Return a table of versions, devices and settings of precision."""
     facts = describe_environment()
     del facts["device"]
     facts["cores"] = os.cpu_count()

@@ -293,6 +293,7 @@ class BatchTangent:
         return [GradientBlock(form, [block], shape) for form in forms]
 
     def _make_affine_form(self, block: AffineBlock) -> BlockForm:
+        """Return the form of the block of a linear map, with its bias as a column if it has one."""
         sizes = tuple(torch.Size(self._shapes[name]).numel() for name in block.names)
         groups = block.shape[1]
         columns = block.shape[3]

@@ -359,6 +359,7 @@ def _resolve_names(
     parameters: Sequence[str] | str | None,
     batches: Callable[[], Iterator[Batch]],
 ) -> list[str] | None:
+    """Return the names of the parameters that the user chose; None for all."""
     if parameters is None:
         return None
     if isinstance(parameters, str):
@@ -402,6 +403,7 @@ def _run_structure(
 
 
 def _make_table(fitter: Fitter, blocks: Sequence[SpectralBlock]) -> Table:
+    """Return a row for each parameter: the form of its block, and the reason for it."""
     reasons = {row.name: row.reason for row in fitter.coverage}
     descriptions: dict[str, str] = {}
     for block in blocks:

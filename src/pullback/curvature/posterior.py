@@ -392,6 +392,7 @@ def _read_noise(likelihood: Likelihood) -> float | None:
 
 
 def _make_evidence(curvature: Curvature, fitted_noise: float | None) -> Evidence:
+    """Return what the marginal likelihood depends on beside the prior."""
     blocks = [block.eigenvalues().double() for block in curvature.blocks]
     squares = [float(p.detach().double().square().sum()) for p in curvature.parameters.values()]
     outputs = 0.0

@@ -30,16 +30,17 @@ def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
         space: the parameters.
     """
     if isinstance(basis, Tensor):
-        return Rows(_matrix(basis, space).mT)
+        return Rows(_convert_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
     is_list = isinstance(basis, Sequence) and not isinstance(basis, str) and bool(basis)
     remedy = "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec"
     require(is_list, "The basis", basis, remedy)
-    return Rows(torch.stack([_flat(v, space) for v in basis]))
+    return Rows(torch.stack([_flatten_tangent(v, space) for v in basis]))
 
 
-def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
+def _convert_matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
+    """Return C with the dtype and device of the parameters; raise if it does not fit them."""
     if matrix.ndim != 2 or matrix.shape[0] != space.size or not matrix.shape[1]:
         raise PullbackError(
             "The basis does not fit the parameters",
@@ -57,7 +58,8 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
     return matrix.detach().to(space.device, space.dtype)
 
 
-def _flat(vector: Any, space: ParameterSpace) -> Tensor:
+def _flatten_tangent(vector: Any, space: ParameterSpace) -> Tensor:
+    """Return a tangent vector, flat or a dict by name, as (p,); raise if it does not fit."""
     if isinstance(vector, Mapping):
         shapes = dict(zip(space.names, space.shapes, strict=True))
         wrong = []
@@ -72,7 +74,7 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
             )
         vector = space.flatten({n: vector.get(n) for n in space.names})
     require_finite_tensor("A tangent vector", vector)
-    return _matrix(vector.reshape(-1, 1), space)[:, 0]
+    return _convert_matrix(vector.reshape(-1, 1), space)[:, 0]
 
 
 def _implicit(

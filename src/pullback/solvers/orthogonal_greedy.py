@@ -129,7 +129,7 @@ class OrthogonalGreedy(Solver):
         if damping is None:
             damping = self.damping
         value = resolve(damping, state[0])
-        basis = self._basis(*state, rhs, value, whitened)
+        basis = self._make_tangents(*state, rhs, value, whitened)
         stop = GreedyStop.BROKEN
         is_usable = torch.isfinite(basis.diagonal).all() & basis.open.any()
         if bool(is_usable & torch.isfinite(rhs).all()):
@@ -149,9 +149,10 @@ class OrthogonalGreedy(Solver):
             x, value, basis.count, residual, selected=chosen, energy=energy, stopped=sentence
         )
 
-    def _basis(
+    def _make_tangents(
         self, gram: Gram, diagonal: Tensor, g: Tensor, damping: float, r: Tensor | None
     ) -> SelectedTangents:
+        """Return the tangents to select from: columns of A if it is at hand, else pivots of G."""
         k = min(self.k, gram.size)
         follow = self.rule == "decrease"
         eps = torch.finfo(g.dtype).eps

@@ -169,6 +169,7 @@ class PseudoInverse(Solver):
         )
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
+        """Return the spectrum of A from the eigenvectors of AAᵀ; its condition is squared."""
         kernel = gram.kernel().to(gram.dtype)
         if not is_finite(kernel):
             return _broken_spectrum(gram)

@@ -157,6 +157,7 @@ class Verifier:
             yield Rejected(action.about, residual, _explain_rejection(action, residual))
 
     def _check_units(self, action: Scaling) -> Iterator[Verified | Rejected]:
+        """Yield the scaling of those units of which it is a symmetry, and why not of the others."""
         residuals = self.unit_residuals(action).cpu()
         if not len(residuals):
             yield Verified(action, 0.0)

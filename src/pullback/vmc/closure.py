@@ -63,6 +63,7 @@ class EnergyClosure:
         return self._cotangents[:, 0]
 
     def _judge_move(self, outputs_before: Tensor) -> float:
+        """Return the slope of the energy along the move plus ‖move‖²/(2·rate), in log ψ."""
         if self._rate == 0:
             return 0.0
         with torch.no_grad():

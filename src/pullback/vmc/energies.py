@@ -69,6 +69,7 @@ def _count_connections(hamiltonian: Hamiltonian, samples: Tensor) -> int:
 def _compute_chunk_energies(
     hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor
 ) -> LocalEnergies:
+    """Return Σ H_ss' ψ(s')/ψ(s) of each sample s, with ψ evaluated once at each configuration."""
     connections = hamiltonian.connections(samples)
     nonzero = connections.elements != 0
     row = nonzero.nonzero()[:, 0]

@@ -288,6 +288,7 @@ class Minimization:
         return EnergyClosure(self._model, batch.samples, batch.local_energies, rate)
 
     def _read_learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step; raise if it is none."""
         rate = self._settings.lr
         if callable(rate):
             rate = rate(step)
@@ -305,6 +306,7 @@ class Minimization:
     def _record(
         self, statistics: EnergyStatistics, info: StepInfo, rate: float, seconds: float
     ) -> None:
+        """Write a step to the history."""
         momentum = 0.0
         if isinstance(self._rule, Spring):
             momentum = self._rule.momentum

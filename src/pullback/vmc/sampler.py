@@ -125,6 +125,7 @@ class MarkovChains:
         self.accepted_by_chain = torch.zeros(self.shape.chains, device=device)
 
     def _choose_magnetization(self, magnetization: int | None) -> int | None:
+        """Return Σ s of the chains, or None if moves change it; raise if nothing has this sum."""
         if self.move is Move.FLIP:
             if magnetization is not None:
                 raise PullbackError(
@@ -267,6 +268,7 @@ class UndefinedAmplitude(PullbackError):
 
 
 def _choose_move(hamiltonian: Hamiltonian, options: Metropolis) -> Move:
+    """Return the move of the options, or the one that suits the Hamiltonian."""
     if options.proposal is None:
         if hamiltonian.conserves_magnetization:
             return Move.EXCHANGE

@@ -166,6 +166,8 @@ class OptimizerTrial:
         )
 
     def _run_once(self, start: Twin, setting: AuditData, may_diverge: bool) -> Runs:
+        """Return single steps of all sizes from a start, and one run of many steps."""
+
         def run_steps(size: float, steps: int) -> list[RunState]:
             make = self.contender.make
             return run(make, start, setting, size=size, steps=steps, may_diverge=may_diverge)

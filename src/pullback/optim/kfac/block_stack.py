@@ -209,11 +209,13 @@ class Stack:
         return by_name
 
     def _unbind(self, stacked: Tensor, member: int) -> dict[str, Tensor]:
+        """Return the directions of all weights (member 0) or partners by name, in their shapes."""
         names = [block.key.names[member] for block in self._blocks]
         unbound = stacked.reshape(len(names), *self._templates[names[0]].shape).unbind()
         return dict(zip(names, unbound, strict=True))
 
     def _split_flat(self, flat: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return a flat direction of these parameters by name, in their shapes."""
         templates = [self._templates[name] for name in names]
         pieces = flat.split([template.numel() for template in templates])
         by_name: dict[str, Tensor] = {}

@@ -85,6 +85,7 @@ class Descent:
             self.move_points()
 
     def _record(self, info: StepInfo, seconds: float) -> None:
+        """Write a step to the history, and count rejected ones in a row."""
         context = self._context
         history = context.history
         if info.accepted:
