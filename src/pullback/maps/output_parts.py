@@ -168,8 +168,8 @@ class OutputParts(TorchFunctionMode):
         for weight in used.keys() | unused.keys():
             groups_of_weight = used.get(weight, [])
             used_rows = {row for rows in groups_of_weight for row in rows}
-            kept = [rows for rows in unused.get(weight, []) if used_rows.isdisjoint(rows)]
-            parts[weight] = merge_overlapping([*groups_of_weight, *kept])
+            unused_groups = [rows for rows in unused.get(weight, []) if used_rows.isdisjoint(rows)]
+            parts[weight] = merge_overlapping([*groups_of_weight, *unused_groups])
         return parts
 
     def __torch_function__(

@@ -947,11 +947,11 @@ def test_stacks_have_the_roots_together_that_they_have_alone(kind: type[Spectral
     """Factors of one size share their products, those of other sizes do not disturb."""
     rule = kind()
     averages = make_averages([4, 3, 4])
-    together = make_states(rule, averages)
-    alone = make_states(rule, averages)
-    for report in rule.refresh_stacks(averages, together):
+    stacked_states = make_states(rule, averages)
+    single_states = make_states(rule, averages)
+    for report in rule.refresh_stacks(averages, stacked_states):
         assert not report.failed
-    for stack, one, other in zip(averages, together, alone, strict=True):
+    for stack, one, other in zip(averages, stacked_states, single_states, strict=True):
         rule.refresh(stack, other)
         for name, tensor in one.tensors().items():
             torch.testing.assert_close(tensor, other.tensors()[name])
