@@ -249,3 +249,10 @@ def test_regression_has_no_probabilities() -> None:
     prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
     with pytest.raises(PullbackError, match="no class probabilities"):
         prediction.probabilities()
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(0, 2), 3])
+def test_inputs_without_samples_are_refused(inputs: object) -> None:
+    posterior = pb.curvature.laplace(fit(make_case("mlp"), "ekfac"))
+    with pytest.raises(PullbackError, match="no inputs"):
+        posterior(inputs)

@@ -349,3 +349,28 @@ def test_bad_input_is_refused(name: str) -> None:
     arguments = {"make_optimizer": sgd, "model": network(), "batch": data(), **bad_arguments}
     with pytest.raises(PullbackError, match=words):
         audit(**arguments)
+
+
+class KeepsAGraph(nn.Module):
+    """A tensor that was computed from the weights stays in the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.doubled = 2 * self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(PullbackError, match=r"cannot be copied.*Keep no tensors with a graph"):
+        audit(lambda m: SGD(m.parameters(), 0.1), KeepsAGraph().double(), data(), [Affine()])
+
+
+def test_transformations_of_one_name_are_numbered() -> None:
+    report = audit(
+        lambda m: SGD(m.parameters(), 0.1), network(), data(), [Affine(), Affine()], steps=1
+    )
+    names = [row.transformation for row in report.rows]
+    assert names == ["per-layer affine", "per-layer affine 2"]

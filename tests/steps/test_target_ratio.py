@@ -7,7 +7,7 @@ import torch
 
 import pullback as pb
 from pullback.solvers import Cholesky
-from pullback.steps import TargetRatio
+from pullback.steps import Move, TargetRatio
 from tests.pairs import all_pairs
 from tests.steps.helpers import Bowl, bowl
 
@@ -137,3 +137,27 @@ def test_a_gram_without_directions_is_a_rejection(value: float) -> None:
     move = TargetRatio().take(problem.local())
     assert not move.accepted
     assert "damping" in move.reason
+
+
+@pytest.mark.parametrize("last", [-1, 0, 3, 7])
+def test_all_radii_at_once_give_the_move_of_the_bisection(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU all radii are tried together; here both searches run on a CPU."""
+    radii = 0.1 * 2.0 ** torch.linspace(-1, 1, 8, dtype=torch.float64)
+    longest = float(radii[last]) + 1e-6 if last >= 0 else 0.0
+
+    def take() -> tuple[Move, int]:
+        problem = bowl()
+        local = problem.local()
+        true = local.losses
+        local.losses = lambda moves: torch.where(moves.norm(dim=1) > longest, 1e9, true(moves))
+        return TargetRatio(radii=8, window=2.0, radius=0.1).take(local), problem.trials
+
+    bisected, _ = take()
+    monkeypatch.setattr(TargetRatio, "_bisect", TargetRatio._try_all)
+    move, trials = take()
+    assert trials == 8
+    assert move.accepted == bisected.accepted == (last >= 0)
+    torch.testing.assert_close(move.direction, bisected.direction)
+    assert move.loss == bisected.loss

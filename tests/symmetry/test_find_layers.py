@@ -220,3 +220,54 @@ def test_a_layer_that_is_used_twice_in_a_row() -> None:
     moved = scaling.act(weights, torch.ones(1).double())
     ratios = [float((moved[f"{n}.weight"] / weights[f"{n}.weight"]).log().mean()) for n in "uw"]
     assert ratios[0] == pytest.approx(-2 * ratios[1])
+
+
+@pytest.mark.parametrize(("value", "scales"), [(0.0, 3), (1.0, 0)])
+def test_padding_by_zeros_keeps_scales_and_by_ones_fixes_them(value: float, scales: int) -> None:
+    model = Of(
+        lambda s, x: s.two(F.pad(F.relu(s.one(x)), (1, 1), value=value)),
+        one=nn.Conv1d(2, 3, 3),
+        two=nn.Conv1d(3, 2, 3),
+    )
+    symmetries = find(randomize(model), normal(40, 2, 9))
+    assert symmetries.dimension == scales
+    assert symmetries.rank().nullity == scales
+
+
+def test_a_kernel_that_is_computed_has_one_scale() -> None:
+    """Its entries meet in every output, so they are scaled together."""
+
+    def convolve(s: Any, x: Tensor, k: Tensor) -> Tensor:
+        kernel = F.relu(s.kernel(k)).mean(0).expand(4, 1, 3)
+        return s.head(F.conv1d(F.relu(s.maps(x)), kernel, groups=4).mean(2))
+
+    model = Of(
+        convolve,
+        maps=nn.Conv1d(2, 4, 3),
+        kernel=nn.Linear(5, 3),
+        head=nn.Linear(4, 2),
+    )
+    symmetries = find(randomize(model), (normal(40, 2, 9), normal(6, 5)))
+    assert symmetries.dimension == 5  # four maps, and the kernel
+    assert symmetries.rank().independent == 5
+
+
+def test_tables_that_are_added_share_scales_and_shift_the_reader() -> None:
+    """Tokens and positions: four columns, and constants of either table for the reader's bias."""
+    model = Of(
+        lambda s, tokens: s.out(s.words(tokens) + s.positions.weight),
+        words=nn.Embedding(7, 4),
+        positions=nn.Embedding(5, 4),
+        out=nn.Linear(4, 2),
+    )
+    tokens = torch.randint(0, 7, (60, 5), generator=torch.Generator().manual_seed(0))
+    symmetries = find(randomize(model), tokens)
+    assert symmetries.dimension == 12
+    assert symmetries.rank().independent == 12
+
+
+def test_the_rank_of_a_frozen_network_says_why_it_is_zero() -> None:
+    model = randomize(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)))
+    rank = find(model.requires_grad_(False), normal(5, 3)).rank()
+    assert rank.nullity == rank.independent == 0
+    assert "no parameter requires a gradient" in str(rank)

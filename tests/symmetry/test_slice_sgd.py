@@ -576,3 +576,10 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
             opt.load_state_dict(other.state_dict())
     assert opt.state_dict()["param_groups"] == before["param_groups"]
     opt.step()
+
+
+def test_its_text_says_which_slice() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    text = repr(SliceSGD(model, 0.1))
+    assert "lr: 0.1" in text
+    assert "group='neuron', gradient='riemannian', slice=Balanced" in text

@@ -89,3 +89,8 @@ def test_the_first_step_has_none() -> None:
     move = step.take(make_local(rows, draw(8, seed=1), {}))
     assert step.momentum == 0.0
     assert move.accepted
+
+
+def test_a_rate_that_falls_along_a_cosine() -> None:
+    rate = vmc.cosine_decay(2.0, 5)
+    assert [rate(step) for step in (0, 2, 4, 9)] == pytest.approx([2.0, 1.1, 0.2, 0.2])

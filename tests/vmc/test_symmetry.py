@@ -90,3 +90,14 @@ def test_refusals() -> None:
     odd = vmc.Symmetrized(network, lattice, spin_inversion=-1)
     with pytest.raises(pb.PullbackError, match="no odd part"):
         odd(torch.ones(2, 4).double())
+
+
+def test_attention_is_the_same_with_and_without_derivatives() -> None:
+    """A convolution where derivatives are taken, and else a product with circulant matrices."""
+    torch.manual_seed(0)
+    network = vmc.FactoredTransformer(vmc.Square(4, 6), patch=2, width=6, heads=3, blocks=2)
+    network = network.double()
+    spins = 2.0 * torch.randint(0, 2, (5, 24)).double() - 1
+    with torch.no_grad():
+        product = network(spins)
+    torch.testing.assert_close(network(spins).detach(), product, rtol=1e-12, atol=1e-12)
