@@ -92,6 +92,10 @@ class ParameterSpace:
                 pieces.append(tensor.reshape(-1).to(self.dtype))
         return torch.cat(pieces)
 
+    def empty(self, *shape: int) -> Tensor:
+        """Return memory that is to be written, on this space's device, in its dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros on this space's device, in its dtype."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

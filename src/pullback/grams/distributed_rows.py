@@ -14,7 +14,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class DistributedRowStack(RowStack):
     def triangle(self, white: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stacked R_k, and the Q_kᵀr_k; rows as they are where a process has few."""
         with self.processes.raise_together():
-            rows = self._join_rows([block.rows() for block in self.row_blocks])
+            rows = self._stack_own_rows()
             if len(rows) > self.space.size:
                 # in double precision, so that single precision loses no more than R's rounding
                 q, triangle = qr(rows.double())
@@ -103,10 +104,8 @@ class DistributedRowStack(RowStack):
 
     def rows(self) -> Tensor:
         """A, (n, p), from what the rows of all processes are made of."""
-        rows = []
-        for pulled_of_process in self._gather_pulled():
-            rows += [pulled.rows() for pulled in pulled_of_process]
-        return self._join_rows(rows)
+        pulled = [*chain.from_iterable(self._gather_pulled())]
+        return self._stack_rows(pulled, [prod(covectors.shape) for covectors in pulled])
 
     def _gather_pulled(self) -> list[list[Pulled]]:
         """What the rows of every process are made of."""

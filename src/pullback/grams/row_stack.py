@@ -67,6 +67,13 @@ class RowBlock:
             return self.pulled_covectors.rows()
         return self.pulled_covectors.narrow(start, self.samples if stop is None else stop).rows()
 
+    def write_rows(self, out: Tensor) -> None:
+        """Write A to `out`, (n, p), whose rows lie behind each other in memory."""
+        if self.factor.couples_samples:
+            out.copy_(self.rows())
+        else:
+            self.pulled_covectors.write_rows(out)
+
     def kernel(self, budget: int) -> Tensor:
         """A Aᵀ, (n, n), in float64 where S couples samples and the device is fast at that.
 
@@ -220,12 +227,24 @@ class RowStack:
 
     def rows(self) -> Tensor:
         """A, (n, p)."""
-        return self._join_rows([block.rows() for block in self.row_blocks])
+        return self._stack_own_rows()
 
-    def _join_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        if len(rows) == 1:
-            return rows[0]
-        return torch.cat([self.space.zeros(0, self.space.size), *rows])
+    def _stack_own_rows(self) -> Tensor:
+        """This process's rows, those of one block after the other."""
+        if len(self.row_blocks) == 1:
+            return self.row_blocks[0].rows()
+        return self._stack_rows(self.row_blocks, self._block_counts)
+
+    def _stack_rows(
+        self, sources: Sequence[RowBlock] | Sequence[Pulled], counts: Sequence[int]
+    ) -> Tensor:
+        """The rows of one source after the other, each written to its place in one matrix."""
+        out = self.space.empty(sum(counts), self.space.size)
+        start = 0
+        for source, count in zip(sources, counts, strict=True):
+            source.write_rows(out[start : start + count])
+            start += count
+        return out
 
     def panels(self, budget: int) -> Iterator[Tensor]:
         """This process's rows, as many samples at a time as fit half the budget."""

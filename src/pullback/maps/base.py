@@ -89,12 +89,24 @@ class Pulled:
         if self._matrix is not None:
             return self._matrix
         n, r = self.shape
-        out = self.space.zeros(n, r, self.space.size)
+        out = self.space.empty(n * r, self.space.size)
+        self.write_rows(out)
+        return out
+
+    def write_rows(self, out: Tensor) -> None:
+        """Write A to `out`, (N·R, p), whose rows lie behind each other in memory."""
+        if self._matrix is not None:
+            out.copy_(self._matrix)
+            return
+        by_sample = out.view(*self.shape, self.space.size)
         index = self.space.slices()
+        independent = set(index)  # parameters on which the values do not depend
         for block in self.blocks.values():
             for name, value in block.rows().items():
-                out[..., index[name]] = value
-        return out.flatten(0, 1)
+                by_sample[..., index[name]] = value
+                independent.discard(name)
+        for name in independent:
+            by_sample[..., index[name]] = 0
 
     def narrow(self, start: int, stop: int) -> Pulled:
         """Return the rows of the samples in [start, stop)."""

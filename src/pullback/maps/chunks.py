@@ -202,11 +202,10 @@ class ChunkedPulled(Pulled):
             yield slice(start, start + count), self._pull(number)
             start += count
 
-    def rows(self) -> Tensor:
-        matrix = self.space.zeros(*self.shape, self.space.size)
+    def write_rows(self, out: Tensor) -> None:
+        by_sample = out.view(*self.shape, self.space.size)
         for samples, pulled in self._pull_all():
-            matrix[samples] = pulled.rows().view(-1, self.shape[1], self.space.size)
-        return matrix.flatten(0, 1)
+            pulled.write_rows(by_sample[samples].flatten(0, 1))
 
     def narrow(self, start: int, stop: int) -> Pulled:
         shape = (stop - start, self.shape[1])
