@@ -348,6 +348,23 @@ def test_states_of_older_versions_are_refused() -> None:
         opt.load_state_dict(saved)
 
 
+def test_a_state_with_another_rule_for_others_is_refused() -> None:
+    """It was taken up for the table of a checkpoint alone, or its moments were dropped."""
+    rules = {"adam": Whitened(), "descent": Whitened(others=Descent())}
+    saved = {}
+    for name, rule in rules.items():
+        model = net()
+        opt = pb.KFAC(model, 0.01, rule=rule)
+        train(opt, model, 2)
+        saved[name] = opt.state_dict()
+    opt = pb.KFAC(net(), 0.01, rule=Whitened())
+    with refused("another rule", "is nothing, and this rule keeps first, second", "same rule="):
+        opt.load_state_dict(saved["descent"])
+    opt = pb.KFAC(net(), 0.01, rule=Whitened(others=Descent()))
+    with refused("another rule", "is first, second, and this rule keeps nothing", "same rule="):
+        opt.load_state_dict(saved["adam"])
+
+
 def test_a_renamed_layer_keeps_its_averages() -> None:
     """Blocks are saved by what they are, not by the classes of layers."""
 

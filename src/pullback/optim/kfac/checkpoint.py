@@ -136,12 +136,14 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     """Do what `restore` says, with the errors of a state that has another form."""
     rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
     state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
-    state.awaits_load = _has_table_alone(rows, saved)
+    measured = [n for n, row in rows.items() if _is_measured(row)]
+    has_averages = any(saved[name].get("average") for name in measured)
+    state.awaits_load = bool(measured) and not has_averages
     for name, row in rows.items():
         if row.key is None:
             continue
         if row.key.kind == BlockKind.ENTRIES:
-            _fill_entries(state, name, saved[name]["state"], params[name])
+            _fill_entries(state, name, saved[name]["state"], params[name], is_whole=has_averages)
             continue
         factor_shapes = row.factors
         if not state.awaits_load:
@@ -154,13 +156,9 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     state.schedule.numbers.update({name: _as_number(numbers[name]) for name in COUNTS})
 
 
-def _has_table_alone(rows: Mapping[str, SavedRow], saved: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return True if the table names blocks with averages, and no averages were saved or read."""
-    measured = []
-    for name, row in rows.items():
-        if row.key is not None and row.key.kind != BlockKind.ENTRIES:
-            measured.append(name)
-    return bool(measured) and not any(saved[name].get("average") for name in measured)
+def _is_measured(row: SavedRow) -> bool:
+    """Return True if a row is that of a block with averages."""
+    return row.key is not None and row.key.kind != BlockKind.ENTRIES
 
 
 def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
@@ -223,15 +221,22 @@ def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]
     names = {n for n in saved if n not in _NUMBERS}
     if expected != names:
         raise _make_other_rule_error(
-            f"what it keeps for {key.names[0]} is {', '.join(sorted(names))}, and this rule keeps "
-            f"{', '.join(sorted(expected))}"
+            f"what it keeps for {key.names[0]} is {_list_names(names)}, and this rule keeps "
+            f"{_list_names(expected)}"
         )
 
 
-def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tensor) -> None:
+def _list_names(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _fill_entries(
+    state: KFACState, name: str, saved: Mapping[str, Any], p: Tensor, *, is_whole: bool
+) -> None:
     """Take up the state of a parameter's entries, or of the piece that this process has.
 
-    Where only the table was read there is none yet: then the optimizer awaits another load.
+    Where only the table was read there is none yet: then the optimizer awaits another load. A state
+    that `is_whole` has all that was saved.
     """
     moments = {n: t for n, t in saved.items() if n not in _NUMBERS}
     if state.assignment.others is None:
@@ -242,9 +247,10 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
     key = state.allocate_entries(name, p)
     block = state.states.blocks[key]
     room_by_name = block.state.tensors()
-    if room_by_name and not moments:
+    if room_by_name and not moments and not is_whole:
         state.awaits_load = True
         return
+    _refuse_other_rule(state, key, saved)
     tensors: dict[str, Tensor] = {}
     for n, room in room_by_name.items():
         piece = get_local_piece(shard_like(moments[n].to(room.dtype), p.detach().to(room.dtype)))
