@@ -228,9 +228,12 @@ def differentiate_layer(
     """
     module = entry.module
     parameters = {}
-    for role, parameter in module._parameters.items():
+    names = {}  # by the module's own names, which need not be those of the layer
+    layer_keys = {id(p): key for key, p in entry.layer.parameters(module).items()}
+    for own_name, parameter in module._parameters.items():
         if parameter is not None:
-            parameters[role] = parameter.detach().to(dtype or parameter.dtype).requires_grad_()
+            parameters[own_name] = parameter.detach().to(dtype or parameter.dtype).requires_grad_()
+            names[own_name] = entry.names.get(layer_keys.get(id(parameter), own_name))
     x = entry.input
     autocast_dtype: torch.dtype | None = None
     if dtype is not None:
@@ -247,8 +250,8 @@ def differentiate_layer(
     cotangent = delta.reshape(y.shape).to(y.dtype)
     gradients = torch.autograd.grad(y, list(parameters.values()), cotangent, allow_unused=True)
     by_name = {}
-    for role, gradient in zip(parameters, gradients, strict=True):
-        name = entry.names.get(role)
+    for own_name, gradient in zip(parameters, gradients, strict=True):
+        name = names[own_name]
         if name is not None and gradient is not None:
             by_name[name] = gradient
     return by_name

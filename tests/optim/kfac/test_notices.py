@@ -76,14 +76,31 @@ class Doubling(nn.Module):
         return 2 * F.linear(x, self.weight, self.bias)
 
 
-def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
+class DoublingByOtherNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 3))
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.matrix, self.shift)
+
+
+@pytest.mark.parametrize("make", [Doubling, DoublingByOtherNames])
+def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason(
+    make: type[nn.Module],
+) -> None:
     class Wrong(Linear):
+        def parameters(self, module: Any) -> dict[str, Tensor | None]:
+            weight, bias = module.parameters()
+            return {"weight": weight, "bias": bias}
+
         def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
             return super().block(names, uses)
 
-    register(Doubling)(Wrong)
+    register(make)(Wrong)
     try:
-        model = Doubling().double()
+        model = make().double()
         x, y = batch()
         opt = kfac(model)
         F.cross_entropy(model(x), y).backward()
@@ -93,7 +110,7 @@ def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
             assert "formula of its layer, Wrong" in row.reason
             assert "outside" not in row.reason
     finally:
-        del REGISTRY[Doubling]
+        del REGISTRY[make]
 
 
 @pytest.mark.parametrize("interval", [1, 2])

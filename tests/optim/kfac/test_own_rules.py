@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.grams.kronecker import Pair
-from pullback.optim.kfac import Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics
+from pullback.optim.kfac import (
+    Damping,
+    Eigenbasis,
+    Estimation,
+    Natural,
+    Rule,
+    Spectral,
+    Statistics,
+)
 from pullback.optim.kfac.rules import REFRESHED, RefreshReport, RuleState
 
 from ..common import refused, vector
@@ -346,6 +354,44 @@ def test_states_of_older_versions_are_refused() -> None:
         entry["inverse"] = entry.pop("state")
     with refused("an older version", "no table", "Start the optimizer anew"):
         opt.load_state_dict(saved)
+
+
+class NoValue(Damping):
+    def __init__(self) -> None:
+        self.size = 0.1
+
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
+        return means
+
+
+class OneNumber(Damping):
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
+        return value
+
+
+class OneNumberASide(Damping):
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
+        return value, value
+
+
+class OtherBlocks(Damping):
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
+        return torch.ones(7), torch.ones(7)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (NoValue, "no value"),
+        (OneNumber, "returned float"),
+        (OneNumberASide, "returned float for a side"),
+        (OtherBlocks, "returned shape \\(7,\\) for 1 blocks"),
+    ],
+)
+def test_what_a_damping_must_not_do_is_refused_in_words(make: type[Damping], why: str) -> None:
+    model = net()
+    with pytest.raises(pb.PullbackError, match=f"damping {make.__name__} is not usable.*{why}"):
+        train(pb.KFAC(model, 0.01, rule=Natural(damping=make())), model, 1)
 
 
 def test_a_state_with_another_rule_for_others_is_refused() -> None:

@@ -379,9 +379,9 @@ class Notices:
             return
         self._has_warned_not_finite = True
         warnings.warn(
-            "A gradient is not finite: the step was skipped, and so are others like it, without "
-            "another warning. Look for bad samples, or take a smaller lr; info.accepted of each "
-            "step says whether it was taken.",
+            "A gradient or its direction is not finite: the step was skipped, and so are others "
+            "like it, without another warning. Look for bad samples, or take a smaller lr; "
+            "info.accepted of each step says whether it was taken.",
             RuntimeWarning,
             stacklevel=find_user_stacklevel(),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -206,9 +207,38 @@ class Adaptive(Damping):
 
 def as_damping(damping: Damping | float) -> Damping:
     """Return the damping itself, or `Tikhonov` of a number."""
-    if isinstance(damping, Damping):
-        return damping
-    return Tikhonov(damping)
+    if not isinstance(damping, Damping):
+        return Tikhonov(damping)
+    if not hasattr(damping, "value"):
+        raise _make_unusable_error(
+            damping, "it has no value λ", "Call super().__init__(value) in its constructor"
+        )
+    return damping
+
+
+def find_shifts(
+    damping: Damping, means: Means, reference: Pair | None, value: float
+) -> tuple[Tensor, Tensor]:
+    """Return `damping.find_shifts`; raise where it does not give two tensors, block by block."""
+    shifts: Any = damping.find_shifts(means, reference, value)
+    expected = "Return two tensors, for the output and the input factor, of shape (blocks,)"
+    if not isinstance(shifts, (tuple, list)) or len(shifts) != len(means):
+        why = f"find_shifts returned {type(shifts).__name__}"
+        raise _make_unusable_error(damping, why, expected)
+    for shift, mean in zip(shifts, means, strict=True):
+        if not isinstance(shift, Tensor):
+            why = f"find_shifts returned {type(shift).__name__} for a side"
+            raise _make_unusable_error(damping, why, expected)
+        if shift.shape[:1] != mean.shape:
+            why = f"find_shifts returned shape {tuple(shift.shape)} for {len(mean)} blocks"
+            raise _make_unusable_error(damping, why, expected)
+    left, right = shifts
+    return left, right
+
+
+def _make_unusable_error(damping: Damping, why: str, remedy: str) -> PullbackError:
+    """Return the error for a user's damping that does not do what a damping must."""
+    return PullbackError(f"The damping {type(damping).__name__} is not usable", why, remedy)
 
 
 def refuse_reference(damping: Damping, statistics: Reference) -> None:

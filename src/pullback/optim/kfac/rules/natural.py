@@ -26,7 +26,7 @@ from ....metrics import Metric
 from ...foreign_arguments import NATURAL_COUNTERPARTS, explain_unknown_arguments
 from ..arguments import check
 from ..factors.block import BlockKind
-from ..factors.damping import Damping, as_damping
+from ..factors.damping import Damping, as_damping, find_shifts
 from .base import (
     BlockShape,
     Defaults,
@@ -270,7 +270,7 @@ class Natural(Rule):
         rows = factor_matrix.diagonal(averages.pair.output_factor).mean(-1) / averages.mass
         columns = factor_matrix.diagonal(averages.pair.input_factor).mean(-1) / averages.mass
         reference: Any = averages.reference
-        return list(self.damping.find_shifts((rows, columns), reference, averages.damping))
+        return list(find_shifts(self.damping, (rows, columns), reference, averages.damping))
 
     def _invert_one(
         self, averages: FactorAverages, block: int, report: RefreshReport
