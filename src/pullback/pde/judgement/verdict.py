@@ -319,7 +319,7 @@ class PDEVerdict:
         if self.name is Outcome.DOUBTFUL and self.is_excited:
             return f". {_EXCITED_REMEDY}"
         if self.relative <= self.exact:
-            return ""
+            return self._precision_remedy
         if self.name is Outcome.CONVERGED:
             return self._improvement
         if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
@@ -331,6 +331,13 @@ class PDEVerdict:
         if self.concentrated and not self.ended_early:
             return f". {_CONCENTRATED_REMEDY}"
         return f". {_REMEDIES[self.name]}"
+
+    @property
+    def _precision_remedy(self) -> str:
+        """Return that float64 gets further, where residuals are round-off of less; else ""."""
+        if self.name is Outcome.CONVERGED and self.exact > THRESHOLDS.exact:
+            return ". That is round-off in the network's precision: network.double() gets further"
+        return ""
 
     @property
     def _improvement(self) -> str:
