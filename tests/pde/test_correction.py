@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from pullback import pde
 from pullback.pde.judgement import correction
 from pullback.pde.judgement.chebyshev import ChebyshevBasis, differentiate_chebyshev
-from pullback.pde.judgement.correction import CorrectionFailed, correct_solution, is_resolved
+from pullback.pde.judgement.correction import (
+    CorrectionFailed,
+    Reaches,
+    correct_solution,
+    is_resolved,
+)
 from pullback.pde.judgement.error_profile import ErrorProfile
 from pullback.pde.judgement.growth import measure_growth
 from pullback.pde.judgement.jumps import find_jump
@@ -205,6 +210,7 @@ def test_what_polynomials_do_not_resolve_may_be_amplified() -> None:
 JUMPING = {
     "rod": lambda u, x: torch.where(x < 0.5, 1.0, 10.0) * u.laplacian + 1,
     "inclusion": lambda u, x, y: torch.where(x**2 + y**2 < 0.3, 1.0, 5.0) * u.laplacian + 1,
+    "narrow step": lambda u, x: (1 + torch.sigmoid(1e6 * (x - 0.3))) * u.laplacian + 1,
 }
 SMOOTH = {
     "source": lambda u, x: u.laplacian + torch.where(x < 0.5, 1.0, 10.0),
@@ -491,3 +497,52 @@ def test_missing_conditions_in_four_dimensions() -> None:
         estimate = pde.PDESolution(problem, network, pde.History()).check().estimate
         assert estimate is not None
         assert math.isfinite(estimate.error) == is_known
+
+
+@pytest.mark.parametrize("face", [None, "low"])
+def test_an_exact_zero_in_four_dimensions(face: str | None) -> None:
+    """Zero is exact, unless conditions leave more than it."""
+    box = pde.Box([(0, 1)] * 4)
+    edge = box.boundary if face is None else box.face("x1", face)
+    problem = pde.Problem(box, [pde.Equation(lambda u: u.laplacian), pde.Dirichlet(0.0, on=edge)])
+    network = pde.mlp(4, 30, 1, seed=0)
+    for parameter in network[2].parameters():
+        parameter.data.zero_()
+    estimate = pde.PDESolution(problem, network, pde.History()).check().estimate
+    assert estimate is not None
+    if face is None:
+        assert estimate.error == 0.0
+    else:
+        assert not math.isfinite(estimate.error)
+
+
+def test_a_reach_that_grows_bounds_nothing() -> None:
+    """Numbers of logistic growth by 1e4 on a box, of an advection and of a wave."""
+    assert not Reaches(31.0, 370.0).is_settled
+    assert Reaches(31.0, 370.0).is_limited
+    assert Reaches(11.0, 11.0).is_settled
+    assert Reaches(1.0, 9.0).is_settled
+    stop = Stop(StopReason.ALL_STEPS, 9)
+    verdict = PDEVerdict(stop, False, 1e-9, 1e-9, relative=1e-6, is_unbounded=True)
+    assert verdict.name == "doubtful"
+    assert "amplifies them: the error is unknown. If time is a coordinate of a Box" in verdict.text
+
+
+@pytest.mark.slow
+def test_growth_that_polynomials_on_a_box_do_not_resolve() -> None:
+    """Logistic growth from 1e-5, and the answer from 1.02e-5: its residuals are 2e-7."""
+    box = pde.Box([(0, 1), (0, 20)], names=("x", "t"))
+    sides = box.face("x", "low") | box.face("x", "high")
+    problem = pde.Problem(
+        box,
+        [
+            pde.Equation(lambda u: u.t - 0.01 * u.xx - u * (1 - u)),
+            pde.Neumann(0.0, on=sides),
+            pde.Dirichlet(1e-5, on=box.face("t", "low")),
+        ],
+        exact=lambda t: torch.sigmoid(t + math.log(1e-5 / (1 - 1e-5))),
+    )
+    shift = math.log(1.02e-5 / (1 - 1.02e-5))
+    profile, true = correct(problem, lambda x: torch.sigmoid(x[:, 1:] + shift))
+    assert true > 1e-3
+    assert profile.error > true / 3 or not profile.is_bounded

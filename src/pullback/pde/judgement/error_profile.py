@@ -42,6 +42,7 @@ class ErrorProfile:
         unresolved: share of the residuals that the second solution leaves: 0 for integrators.
         is_integrated: whether the second solution is an integrator's, which there is just one of.
         is_determined: whether the conditions leave no other solution near this one.
+        is_bounded: whether it is known how much the residuals that are left are amplified.
     """
 
     windows: tuple[WindowError, ...]
@@ -50,6 +51,7 @@ class ErrorProfile:
     unresolved: float = 0.0
     is_integrated: bool = False
     is_determined: bool = True
+    is_bounded: bool = True
 
     @property
     def total(self) -> float:

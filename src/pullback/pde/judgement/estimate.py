@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, nan
+from math import inf, isfinite, nan
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class EstimateThresholds:
     fewest_points: int = 500
     #: points at which the error is measured
     error_points: int = 2000
+    #: of parameters, after which a network that was zero has all its tangents
+    small_change: float = 1e-3
     #: the least norm of a solution, against a division by zero
     smallest_norm: float = 1e-300
 
@@ -60,6 +63,7 @@ class Estimate:
         lost_fields: fields that may be zero as far as their errors tell.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         is_isolated: whether a second discretization was tried and found no solution near this one.
+        is_unbounded: whether residuals are amplified more than a second discretization resolves.
     """
 
     error: float
@@ -69,6 +73,7 @@ class Estimate:
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
     is_isolated: bool = False
+    is_unbounded: bool = False
 
     def combine(self, profile: ErrorProfile, *, is_resolved: bool) -> Estimate:
         """Return this estimate with the error of a second discretization in place of its own.
@@ -83,6 +88,8 @@ class Estimate:
             error += profile.unexplained
         if not is_resolved or is_undetermined:
             error = max(error, self.error)
+        if not profile.is_bounded and error < inf:
+            return replace(self, error=nan, is_unbounded=True)
         lost_fields = profile.lost_fields
         return replace(self, error=error, lost_fields=lost_fields, lost_from=profile.lost_from)
 
@@ -224,10 +231,28 @@ def estimate_error(
         return _estimate_slabs(problem, trial, network, weights, affine)
     field = ErrorField(problem, trial, weights)
     error = field.explained**0.5 + field.unexplained**0.5
-    relative = nan  # of zero, which may be one solution of many
-    if field.size > 0:
-        relative = error / field.size**0.5
-    return Estimate(relative, field.spread, affine, field.reach)
+    if field.size == 0:
+        return _estimate_zero(problem, trial, weights, affine, error)
+    return Estimate(error / field.size**0.5, field.spread, affine, field.reach)
+
+
+def _estimate_zero(
+    problem: Problem, trial: Trial, weights: Mapping[str, float], affine: bool, error: float
+) -> Estimate:
+    """Return the estimate for a network that is zero: 0 where that is exact, else NaN.
+
+    Such a network has few tangents, since its last layer is zero. Whether other solutions are near
+    is asked of the tangents of a network that is almost zero.
+    """
+    nearby = copy.deepcopy(trial)
+    generator = torch.Generator().manual_seed(SEEDS.inspection)
+    with torch.no_grad():
+        for parameter in nearby.network.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += THRESHOLDS.small_change * noise.to(parameter)
+    field = ErrorField(problem, nearby, weights)
+    is_exact = error == 0 and isfinite(field.unexplained)
+    return Estimate(0.0 if is_exact else nan, field.spread, affine, field.reach)
 
 
 def _count_parameters(network: nn.Module) -> int:

@@ -7,6 +7,7 @@ for another, smooth function. No residual sees that, and no second discretizatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,9 @@ class JumpThresholds:
     Attributes:
         lines: through the domain, between two of its points.
         places: on every line.
-        halvings: of the piece of a line with the largest change; it is 1e-12 of the line then.
+        halvings: of the piece of a line with the largest change; it is 1e-14 of the line then.
+        narrow_halvings, narrow_share: after which the piece is 1e-4 of the line; a change of which
+            so much is left there is narrower than the spacing of points, and acts as a jump.
         smallest_jump: of a coefficient, as a share of its largest value.
         derivatives: made-up values of all derivatives; a jump at the same place for both of them
             is one of the coordinates, and not the switch of an inequality such as min(u, f − u'').
@@ -36,6 +39,8 @@ class JumpThresholds:
     lines: int = 32
     places: int = 64
     halvings: int = 40
+    narrow_halvings: int = 7
+    narrow_share: float = 0.5
     smallest_jump: float = 0.01
     derivatives: tuple[float, float] = (1.0, -0.3)
     smallest_order: int = 2
@@ -59,15 +64,13 @@ def find_jump(problem: Problem) -> str:
 
 def _find_jump_of(problem: Problem, condition: Condition) -> Tensor | None:
     """Return a point (d,) at which a coefficient jumps, None if there is none."""
-    lines = Lines.draw(problem)
-    for value in THRESHOLDS.derivatives:
-        coefficients = Coefficients(problem, condition, value)
-        if coefficients.order < THRESHOLDS.smallest_order:
-            return None
-        lines = lines.keep_jumps(coefficients)
-        if not len(lines.start):
-            return None
-    return lines.start[0]
+    coefficients = [Coefficients(problem, condition, value) for value in THRESHOLDS.derivatives]
+    if coefficients[0].order < THRESHOLDS.smallest_order:
+        return None
+    jumps = Lines.draw(problem).find_jumps(coefficients)
+    if not len(jumps):
+        return None
+    return jumps[0]
 
 
 class Coefficients:
@@ -117,22 +120,43 @@ class Lines:
         x = problem.domain.sample(2 * THRESHOLDS.lines, "uniform", seed=SEEDS.inspection).x
         return cls(x[: THRESHOLDS.lines], x[THRESHOLDS.lines :])
 
-    def keep_jumps(self, coefficients: Coefficients) -> Lines:
-        """Return the tiny pieces on which a coefficient changes by a large share of itself."""
+    def find_jumps(self, coefficients: Sequence[Coefficients]) -> Tensor:
+        """Return points (J, d) at which a coefficient changes by a large share of itself at once.
+
+        Args:
+            coefficients: for several made-up derivatives. The first ones say where, and all of
+                them must change there.
+        """
+        first = coefficients[0]
         count = len(self.start)
         shares = torch.linspace(0, 1, THRESHOLDS.places, dtype=torch.float64)[:, None, None]
         x = self.start + shares * (self.end - self.start)  # (places, L, d)
-        values = coefficients(x.flatten(0, 1)).unflatten(0, (THRESHOLDS.places, count))
-        smallest = THRESHOLDS.smallest_jump * float(values.nan_to_num().abs().max())
-        changes = _measure_changes(values[:-1], values[1:])  # (places − 1, L)
-        steepest = changes.argmax(0)
+        values = first(x.flatten(0, 1)).unflatten(0, (THRESHOLDS.places, count))
+        steepest = _measure_changes(values[:-1], values[1:]).argmax(0)  # of (places − 1, L)
         columns = torch.arange(count)
         pieces = Lines(x[steepest, columns], x[steepest + 1, columns])
-        for _ in range(THRESHOLDS.halvings):
+        narrow = pieces._halve_often(first, THRESHOLDS.narrow_halvings)
+        tiny = narrow._halve_often(first, THRESHOLDS.halvings - THRESHOLDS.narrow_halvings)
+        is_jump = torch.ones(count, dtype=torch.bool)
+        for others in coefficients:
+            sizes = others(x.flatten(0, 1)).nan_to_num().abs()
+            smallest = THRESHOLDS.smallest_jump * float(sizes.max())
+            change = narrow._measure_change(others)
+            is_narrow = change >= THRESHOLDS.narrow_share * pieces._measure_change(others)
+            is_large = tiny._measure_change(others) > smallest
+            is_jump &= is_large | (is_narrow & (change > smallest))
+        return tiny.start[is_jump]
+
+    def _halve_often(self, coefficients: Coefficients, count: int) -> Lines:
+        """Return the pieces after so many halvings."""
+        pieces = self
+        for _ in range(count):
             pieces = pieces._halve(coefficients)
-        changes = _measure_changes(coefficients(pieces.start), coefficients(pieces.end))
-        is_jump = changes > smallest
-        return Lines(pieces.start[is_jump], pieces.end[is_jump])
+        return pieces
+
+    def _measure_change(self, coefficients: Coefficients) -> Tensor:
+        """Return the largest change of a coefficient from start to end, (L,)."""
+        return _measure_changes(coefficients(self.start), coefficients(self.end))
 
     def _halve(self, coefficients: Coefficients) -> Lines:
         """Return the halves on which the coefficients change most."""

@@ -188,7 +188,12 @@ class PDESolution:
             return self.verdict
         loose = tuple(name for name, spread in estimate.spread.items() if spread == math.inf)
         if has_noise or math.isnan(estimate.error):
-            return replace(self.verdict, loose=loose, is_isolated=estimate.is_isolated)
+            return replace(
+                self.verdict,
+                loose=loose,
+                is_isolated=estimate.is_isolated,
+                is_unbounded=estimate.is_unbounded and not has_noise,
+            )
         return replace(
             self.verdict,
             estimated=estimate.error,
@@ -270,7 +275,7 @@ class PDESolution:
         if profile is None:
             return self._drop_unreliable_error(estimate)
         if estimate is None:
-            if not is_resolved(profile):
+            if not is_resolved(profile) and profile.is_bounded:
                 return None
             estimate = Estimate(math.nan, {}, affine)
         return estimate.combine(profile, is_resolved=is_resolved(profile))

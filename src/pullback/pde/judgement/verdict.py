@@ -92,6 +92,13 @@ _EXCITED_REMEDY = (
     "smaller unknown; if this one is meant, add Integral(..., 0.0) of its product with lower states"
 )
 _ISOLATED = "a second discretization finds no solution nearby: the error is unknown"
+_UNBOUNDED = (
+    "a second discretization does not resolve how the equation amplifies them: the error is unknown"
+)
+_UNBOUNDED_REMEDY = (
+    "If time is a coordinate of a Box, use SpaceTime(...) and Initial(...): these are judged "
+    "window by window. Else compare another seed by check(against=)"
+)
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer. If none is missing, such residuals leave it open, and "
@@ -117,6 +124,7 @@ class PDEVerdict:
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         concentrated: where most of the largest residual lies, in words; empty if it is spread.
         is_isolated: whether a second discretization found no solution near this one.
+        is_unbounded: whether residuals are amplified more than a second discretization resolves.
         contradicting: conditions that cannot hold together near this solution.
         differing: where two conditions ask for different values at a point, in words.
         jump: where a coefficient of the highest derivatives jumps, in words; empty if none does.
@@ -139,6 +147,7 @@ class PDEVerdict:
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
     is_isolated: bool = False
+    is_unbounded: bool = False
     concentrated: str = ""
     contradicting: tuple[str, ...] = ()
     differing: str = ""
@@ -185,7 +194,8 @@ class PDEVerdict:
     def _judge_error(self) -> Outcome:
         """Return the verdict on an error, where residuals are small."""
         error = self.estimated or 0.0
-        is_open = self.loose or self.is_excited or self.jump or self.is_isolated
+        is_unknown = self.jump or self.is_isolated or self.is_unbounded
+        is_open = self.loose or self.is_excited or is_unknown
         if is_open or error > THRESHOLDS.doubtful_error:
             return Outcome.DOUBTFUL
         if error > THRESHOLDS.accurate_error:
@@ -269,6 +279,8 @@ class PDEVerdict:
             return f"but {_EXCITED}"
         if self.is_isolated:
             return f"but {_ISOLATED}"
+        if self.is_unbounded:
+            return f"but {_UNBOUNDED}"
         return (
             f"and the error that these allow is estimated as {self.estimated:.1g}{self._lost_parts}"
         )
@@ -314,10 +326,8 @@ class PDEVerdict:
         """Return what to try next, or ""."""
         if self.jump:
             return f". {_JUMP_REMEDY}"
-        if self.name is Outcome.DOUBTFUL and self._open_quantities:
-            return f". {_MISSING_CONDITION}"
-        if self.name is Outcome.DOUBTFUL and self.is_excited:
-            return f". {_EXCITED_REMEDY}"
+        if self.name is Outcome.DOUBTFUL and self._doubt_remedy:
+            return f". {self._doubt_remedy}"
         if self.relative <= self.exact:
             return self._precision_remedy
         if self.name is Outcome.CONVERGED:
@@ -337,6 +347,17 @@ class PDEVerdict:
         """Return that float64 gets further, where residuals are round-off of less; else ""."""
         if self.name is Outcome.CONVERGED and self.exact > THRESHOLDS.exact:
             return ". That is round-off in the network's precision: network.double() gets further"
+        return ""
+
+    @property
+    def _doubt_remedy(self) -> str:
+        """Return what to do about a doubt that smaller residuals would not lift, or ""."""
+        if self._open_quantities:
+            return _MISSING_CONDITION
+        if self.is_excited:
+            return _EXCITED_REMEDY
+        if self.is_unbounded:
+            return _UNBOUNDED_REMEDY
         return ""
 
     @property
