@@ -285,11 +285,15 @@ def test_a_loss_of_derivatives_alone_is_refused_and_names_the_objective() -> Non
     assert torch.equal(vector(model), before)
 
 
-def test_derivatives_in_a_call_of_their_own_warn() -> None:
+@pytest.mark.parametrize("clears_late", [False, True])
+def test_derivatives_in_a_call_of_their_own_warn(clears_late: bool) -> None:
     model = net()
     x, _ = batch()
     opt = kfac(model, metric=pb.metrics.Euclidean())
-    (model(x).square().mean() + slope(model, x).square().mean()).backward()
+    loss = model(x).square().mean() + slope(model, x).square().mean()
+    if clears_late:
+        opt.zero_grad()
+    loss.backward()
     with pytest.warns(RuntimeWarning, match=r"step\(objective="):
         opt.step()
 

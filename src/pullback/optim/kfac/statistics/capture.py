@@ -546,13 +546,17 @@ class StatisticsCapture:
             capture.notify_if_complete()
 
     def _make_note(self) -> Callable[[], None]:
-        """Return a function that notes that the loss contains derivatives by the inputs."""
-        reference = weakref.ref(self.pool)
+        """Return a function that notes that the loss contains derivatives by the inputs.
+
+        It notes them in the pool of its time: `zero_grad` between a loss and its backward pass
+        has emptied the one of now.
+        """
+        me = weakref.ref(self)
 
         def note_use() -> None:
-            pool = reference()
-            if pool is not None:
-                pool.note_obstacle(Obstacle.INPUT_DERIVATIVES)
+            capture = me()
+            if capture is not None:
+                capture.pool.note_obstacle(Obstacle.INPUT_DERIVATIVES)
 
         return note_use
 

@@ -90,9 +90,9 @@ class Obstacle(IntEnum):
         )
         if self is Obstacle.NOT_CALLED:
             remedy += (
-                ". Calls of its parts are not seen: put model.decode(model.encode(x)) into its "
-                "forward. If it is compiled, give KFAC the compiled module: "
-                "KFAC(torch.compile(model))"
+                ". Calls of its parts are not seen: give KFAC the part that is called, "
+                "KFAC(model.net), or put model.decode(model.encode(x)) into its forward. If it is "
+                "compiled, give KFAC the compiled module: KFAC(torch.compile(model))"
             )
         if self is Obstacle.OTHER_PARAMETERS:
             remedy += ". Build the optimizer again where layers or parameters were replaced"
