@@ -90,7 +90,8 @@ def test_costs_of_kfac_that_a_newcomer_reads() -> None:
     small = [str(row["time of a step over Adam's"]) for row in record("defaults-cuda")["rows"]]
     assert f"| {between(kfac, 1)} of AdamW's |" in start
     assert f"| {between(columns(rules, 2, 4), 1)} of AdamW's |" in start
-    assert f"| {between(small, 0)} of Adam's |" in start
+    tasks = [str(task["step over Adam's"]) for task in record("small-tasks-cpu")["summary"]]
+    assert f"| {between(small, 0)} of Adam's on a GPU, {between(tasks, 1)} on a CPU |" in start
     assert f"| {between(most, 1)} of AdamW's, small nets {between(small, 0)} |" in said("README.md")
 
 
