@@ -422,6 +422,7 @@ def test_transposed_convolutions_follow_as_convolutions_of_the_transpose_do(rule
     layers[1].bias.data = layers[0].bias.detach().clone()
     first = nn.Conv2d(3, 6, 1)
     head = nn.Conv2d(8, 2, 1)
+    x = torch.empty(0)
     outputs = []
     for layer in layers:
         model = nn.Sequential(copy.deepcopy(first), nn.Tanh(), layer, nn.Tanh(), head)
@@ -969,6 +970,17 @@ def test_a_factor_without_a_root_fails_alone(kind: type[Spectral]) -> None:
     assert reports[1].notes == {0: ["its root did not converge"]}
 
 
+def test_two_sided_draws_targets_where_its_estimation_says_so() -> None:
+    assert TwoSided().estimation.fisher == "empirical"
+    rule = TwoSided(likelihood=nn.CrossEntropyLoss(), estimation=Estimation(fisher="mc"))
+    assert rule.estimation.fisher == "mc"
+    model = mlp(4, 6, 5, 3)
+    opt = pb.KFAC(model, rule=rule)
+    F.cross_entropy(model(torch.randn(9, 4)), torch.arange(9) % 3).backward()
+    opt.step()
+    assert {row.rule for row in opt.coverage()} == {"two-sided", "adam"}
+
+
 def test_a_subclass_with_a_refresh_of_its_own_is_refreshed_by_it() -> None:
     class Unwhitened(Spectral):
         def refresh(self, averages: FactorAverages, state: Any) -> RefreshReport:
@@ -994,6 +1006,8 @@ def test_stacks_have_the_directions_together_that_they_have_alone() -> None:
             BlockKind.KRONECKER, (blocks, rows, columns), True, True, DOUBLE, torch.device("cpu")
         )
         state = rule.init(shape)
+        assert state.left is not None
+        assert state.right is not None
         state.left.copy_(torch.linalg.qr(torch.randn(state.left.shape, generator=draws))[0])
         state.right.copy_(torch.linalg.qr(torch.randn(state.right.shape, generator=draws))[0])
         state.steps.copy_(torch.arange(blocks))

@@ -125,17 +125,16 @@ def _make_kfac(
 
     `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
     """
-    chosen: dict[str, Any] = {}
     rule_options: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rest":
-            chosen["others"] = AdamW(rate=value)
+            rule_options["others"] = AdamW(rate=value)
         elif name == "damping" or name.startswith("rule_"):
-            chosen[name.removeprefix("rule_")] = value
+            rule_options[name.removeprefix("rule_")] = value
         else:
-            rule_options[name] = value
-    params = _decay_groups(model)
-    return KFAC(model, lr, rule=rule(**chosen), params=params, **rule_options)
+            options[name] = value
+    return KFAC(model, lr, rule=rule(**rule_options), params=_decay_groups(model), **options)
 
 
 def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -196,6 +196,7 @@ class Spectral(Rule):
     def _refresh_together(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> list[RefreshReport]:
+        """Set the roots of all states, and return which blocks failed."""
         if not self.whitening:
             return [RefreshReport() for _ in states]
         spectral_states = [state for state in states if isinstance(state, SpectralState)]
@@ -323,7 +324,7 @@ def separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
 
 
 def join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return what `_separate` took apart, in this shape."""
+    """Return what `separate` took apart, in this shape."""
     if len(matrices) == 1:
         return matrices[0].reshape(shape)
     return torch.cat(list(matrices), dim=1)

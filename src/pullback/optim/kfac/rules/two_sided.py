@@ -54,8 +54,8 @@ class TwoSided(Spectral):
 
     Args:
         momentum, adapt, damping, agreement, head, cuda_graph: as in `Spectral`; λ is of both sides.
-        likelihood, metric: of the outputs; they matter where samples are counted.
-        estimation: how R and C are estimated.
+        likelihood: of the outputs; it matters where samples are counted or drawn.
+        estimation: how R and C are estimated; with the loss's own cotangents unless it says more.
         others: the rule for all other parameters.
     """
 
@@ -73,7 +73,6 @@ class TwoSided(Spectral):
         head: bool = False,
         cuda_graph: bool = False,
         likelihood: Any = None,
-        metric: Any = None,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
@@ -81,10 +80,11 @@ class TwoSided(Spectral):
             estimation = Estimation(ema=0.8)
         if others is None:
             others = AdamW()
+        estimation = estimation.with_defaults(None, default_fisher="empirical")
         super().__init__(
             momentum, adapt, damping=damping, agreement=agreement, head=head,
             cuda_graph=cuda_graph, others=others,
-            estimation=estimation.with_metric(likelihood, metric, fisher="empirical"),
+            estimation=estimation.with_metric(likelihood, None),
         )  # fmt: skip
 
     def init(self, shape: BlockShape) -> TwoSidedState:
