@@ -101,6 +101,7 @@ _UNBOUNDED_REMEDY = (
 )
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
+    "A field that is known up to a constant, such as a pressure, is listed in free=. "
     "Another seed will give another answer. If none is missing, such residuals leave it open, and "
     "symmetry or a known position must be built into the network"
 )
