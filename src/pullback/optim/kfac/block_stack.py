@@ -125,7 +125,7 @@ class Stack:
         else:
             gradient = self.join_gradients(gradients)
             direction = self.rule.direction(gradient, self.state, step)
-            check_direction(self.rule, direction, gradient)
+            _check_direction(self.rule, direction, gradient)
             pieces = [direction]
         self.check_first_direction()
         for tensor, copy in before:
@@ -227,6 +227,37 @@ class Stack:
         return by_name
 
 
+def select_stacks(
+    stacks: Sequence[Stack], gradients: Tensors, replayed: Collection[str]
+) -> list[Stack]:
+    """Return the stacks that have a gradient, without those whose directions a graph gave."""
+    return [s for s in stacks if s.has_gradient(gradients) and s.is_disjoint(replayed)]
+
+
+def find_directions(
+    stacks: Sequence[Stack], gradients: Tensors, step: StepContext
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the directions of stacks of one rule by name, and the tensors they are views of."""
+    if len(stacks) == 1:
+        pieces = stacks[0].direction(gradients, step)
+        return stacks[0].split(pieces), pieces
+    rule = stacks[0].rule
+    copies: list[tuple[Tensor, Tensor]] = []
+    for stack in stacks:
+        copies += stack.copy_idle_states(gradients)
+    joined = [stack.join_gradients(gradients) for stack in stacks]
+    directions = rule.directions(joined, [stack.state for stack in stacks], step)
+    for stack in stacks:
+        stack.check_first_direction()
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    by_name: dict[str, Tensor] = {}
+    for stack, direction, gradient in zip(stacks, directions, joined, strict=True):
+        _check_direction(rule, direction, gradient)
+        by_name |= stack.split([direction])
+    return by_name, list(directions)
+
+
 def _flatten(gradient: Tensor) -> Tensor:
     """Return a gradient as a vector; for most biases that is no operation."""
     if gradient.ndim == 1:
@@ -234,7 +265,7 @@ def _flatten(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1)
 
 
-def check_direction(rule: Rule, direction: Any, gradient: Tensor) -> None:
+def _check_direction(rule: Rule, direction: Any, gradient: Tensor) -> None:
     """Raise if a rule returned something else than a direction of the gradient's shape."""
     if not isinstance(direction, Tensor) or direction.shape != gradient.shape:
         raise make_direction_error(rule, direction, gradient)

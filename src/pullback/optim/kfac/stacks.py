@@ -12,7 +12,7 @@ from torch import Tensor
 from ...grams.kronecker import Pair
 from ...grams.kronecker.cholesky_inverse import is_inverted_alone
 from ...grams.kronecker.packed_matrix import unpack
-from .block_stack import Block, Stack, Tensors, check_direction, join_states
+from .block_stack import Block, Stack, Tensors, find_directions, join_states, select_stacks
 from .direction_graph import DirectionGraph
 from .factors.averages import Average, gram_of, stack_averages, undivided_gram
 from .factors.block import BlockKey, BlockKind
@@ -289,16 +289,14 @@ class BlockStates:
         stacked = [*directions.values()]
         replayed = {*directions}
         for batch in self._batches:
-            stacks = [s for s in batch if s.has_gradient(gradients) and s.is_disjoint(replayed)]
+            stacks = select_stacks(batch, gradients, replayed)
             if not stacks:
                 continue
             options = groups[group_numbers[stacks[0].names[0]]]
             context = StepContext(step + 1 - stacks[0].born, options, is_void)
-            for stack, pieces in zip(
-                stacks, find_directions(stacks, gradients, context), strict=True
-            ):
-                directions |= stack.split(pieces)
-                stacked += pieces
+            by_name, pieces = find_directions(stacks, gradients, context)
+            directions |= by_name
+            stacked += pieces
         return directions, stacked
 
 
@@ -326,27 +324,6 @@ def _batch_stacks(stacks: Sequence[Stack], group_numbers: Mapping[str, int]) -> 
             form = (id(stack.rule), number, stack.born, stack.dtype, stack.device)
         batches.setdefault(form, []).append(stack)
     return list(batches.values())
-
-
-def find_directions(
-    stacks: Sequence[Stack], gradients: Tensors, step: StepContext
-) -> list[list[Tensor]]:
-    """Return the directions of each stack as `Stack.direction` does, all of them by one call."""
-    if len(stacks) == 1:
-        return [stacks[0].direction(gradients, step)]
-    rule = stacks[0].rule
-    copies: list[tuple[Tensor, Tensor]] = []
-    for stack in stacks:
-        copies += stack.copy_idle_states(gradients)
-    joined = [stack.join_gradients(gradients) for stack in stacks]
-    directions = rule.directions(joined, [stack.state for stack in stacks], step)
-    for stack in stacks:
-        stack.check_first_direction()
-    for tensor, copy in copies:
-        tensor.copy_(copy)
-    for direction, gradient in zip(directions, joined, strict=True):
-        check_direction(rule, direction, gradient)
-    return [[direction] for direction in directions]
 
 
 def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dict[str, Tensor]:
