@@ -29,7 +29,7 @@ import pullback as pb
 from pullback.optim.kfac import Natural
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
-from ..framework.timing import compare, describe_machine, kernel_seconds, peak_bytes
+from ..framework.timing import compare, describe_machine, measure_kernel_seconds, peak_bytes
 from .kfac_cases import Case, cases
 from .kfac_floor import Floor, Rates, floor, rates
 from .naive_kfac import NaiveKFAC
@@ -108,14 +108,16 @@ class Bench:
         seconds = {}
         for step_type, step in self.routes("kfac").items():
             repeat_step(step, 4)()  # the fifth and sixth statistics renew no inverse
-            seconds[step_type] = kernel_seconds(step, self.device, 2)
+            seconds[step_type] = measure_kernel_seconds(step, self.device, 2)
         out = {s: predict_schedule_ratio(seconds, "kfac", v) for s, v in SCHEDULES.items()}
         for step_type in ("plain", "statistics"):
             out[step_type] = seconds[f"kfac {step_type}"] / seconds["baseline"]
         for rule in RULES:  # a whole cycle of statistics and renewals
             step = self.route(self.rule(rule))
             repeat_step(step, 61)()  # every basis has been begun
-            out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / seconds["baseline"]
+            out[f"{rule}, run"] = (
+                measure_kernel_seconds(step, self.device, 20) / seconds["baseline"]
+            )
         return out
 
     def seconds(self, who: str, repeats: int) -> dict[str, float]:

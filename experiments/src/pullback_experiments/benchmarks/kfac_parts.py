@@ -26,7 +26,7 @@ from pullback.optim.kfac import Spectral, direction_graph
 from pullback.optim.kfac.rules import natural
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
-from ..framework.timing import compare, kernel_seconds, peak_bytes, synchronize
+from ..framework.timing import compare, measure_kernel_seconds, peak_bytes, synchronize
 from .kfac import IN_A_ROW, NEVER, SCHEDULES, STILL, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
@@ -125,7 +125,7 @@ def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
             "ratio": seconds[label] / seconds[BASELINE],
         }
         if bench.device.type == "cuda":
-            gpu_seconds = kernel_seconds(cycles[label], bench.device) / cycle
+            gpu_seconds = measure_kernel_seconds(cycles[label], bench.device) / cycle
             results[label]["milliseconds"]["GPU"] = 1e3 * gpu_seconds
             step()  # takes statistics; the next one is plain
             results[label]["launches"] = count_launches(step, bench.device)

@@ -121,7 +121,7 @@ def capture_blocks(
     pool = torch.cuda.graph_pool_handle()
     for name, route in routes.items():
         try:
-            blocks[name] = route.capture_graph(route.step(step_only), pool, device)
+            blocks[name] = route.capture_graph(route.choose_step(step_only), pool, device)
         except RuntimeError as error:
             torch.cuda.synchronize(device)
             failed[name] = str(error).splitlines()[0]
@@ -184,7 +184,7 @@ def measure_table(
     if is_captured:
         blocks, failed = capture_blocks(routes, step_only, device)
     else:
-        blocks = {name: route.block(route.step(step_only)) for name, route in routes.items()}
+        blocks = {name: route.block(route.choose_step(step_only)) for name, route in routes.items()}
     times = in_rounds(blocks, device, options.rounds, options.seconds)
     per_step = {}
     for name, seconds in times.items():

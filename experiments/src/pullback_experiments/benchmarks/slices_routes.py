@@ -103,24 +103,24 @@ class Route:
         self._y = y
         self.steps = steps
         self.train()
-        with Counter() as counted:
+        with Counter() as counter:
             for _ in range(period):
-                self.alone()
-        self.operations = counted.operations / period
-        self.bytes = counted.bytes / period
+                self.update_parameters()
+        self.operations = counter.operations / period
+        self.bytes = counter.bytes / period
 
     def train(self) -> None:
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(self._x), self._y).backward()
         self.optimizer.step()
 
-    def alone(self) -> None:
+    def update_parameters(self) -> None:
         self.optimizer.step()
 
-    def step(self, step_only: bool) -> Callable[[], None]:
+    def choose_step(self, step_only: bool) -> Callable[[], None]:
         """Return the optimizer's step alone, or the whole training step."""
         if step_only:
-            return self.alone
+            return self.update_parameters
         return self.train
 
     def block(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -72,7 +72,7 @@ def first_and_later(
     return took[0], statistics.median(later[-4:])
 
 
-def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
+def measure_kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
     """Return the GPU's own seconds per step: its kernels and copies, not the waits between."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:

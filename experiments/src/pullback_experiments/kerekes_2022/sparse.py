@@ -95,11 +95,11 @@ class Sparse(Repeated):
     def items(self, quick: bool) -> list[Item]:
         config = self.config(quick)
         natural = [
-            Item(("NGD", f"L={depth}"), partial(_natural, depth, config))
+            Item(("NGD", f"L={depth}"), partial(_run_natural_descent, depth, config))
             for depth in config["natural depths"]
         ]
-        population = Item(("NGD, population",), partial(_population, config))
-        return [Item(("EGD",), partial(_euclidean, config)), *natural, population]
+        population = Item(("NGD, population",), partial(_run_population_descent, config))
+        return [Item(("EGD",), partial(_run_euclidean_flows, config)), *natural, population]
 
     def line(self, record: Record) -> str:
         last = record["accuracy"][0]
@@ -122,7 +122,7 @@ class Sparse(Repeated):
         return {"": figures.draw_sparse(results, self.config(results.quick))}
 
 
-def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor]]:
+def _draw_data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor]]:
     """Return the first N samples of one data set, for every N."""
     source = generator(context.seed)
     counts = config["samples"]
@@ -130,12 +130,14 @@ def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor
     return [(x[:n], y[:n]) for n in counts]
 
 
-def _euclidean(config: dict[str, Any], context: Context) -> Record:
-    """accuracy[depth][N] at the last level, path[level][depth][N], and β of the largest N.
+def _run_euclidean_flows(config: dict[str, Any], context: Context) -> Record:
+    """Return the record of Euclidean flows from every depth on every number of samples N.
 
-    `arrived`[depth][N] is the last level that a flow came to; it is looked at there from then on.
+    It has accuracy[depth][N] at the last level of the loss, path[level][depth][N] at all levels, β
+    of the largest N, and arrived[depth][N], the last level that a flow came to. At later levels β
+    stays as it is there.
     """
-    data = _data(config, context)
+    data = _draw_data(config, context)
     levels = config["levels"]
     runs: list[tuple[int, tuple[Tensor, Tensor]]] = list(product(config["depths"], data))
     path = []
@@ -146,7 +148,7 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
         def watch(level: float, reached: float, first_run: int = number) -> None:
             context.watch((first_run + reached) / len(runs), f"loss e^−{level:g}")
 
-        betas = _levels(Signed.of([pair]), depth, config["scale"], levels, watch)
+        betas = _flow_to_levels(Signed.of([pair]), depth, config["scale"], levels, watch)
         arrived.append(levels[len(betas) - 1])
         betas = torch.cat([betas, betas[-1:].expand(len(levels) - len(betas), -1)])
         path.append(expected_accuracy(betas, config["nonzero"]))
@@ -162,14 +164,14 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     }
 
 
-def _levels(
+def _flow_to_levels(
     data: Signed,
     depth: int,
     scale: float,
     levels: Sequence[float],
     watch: Callable[[float, float], None],
 ) -> Tensor:
-    """β of a single flow at every level that it comes to, (levels, D)."""
+    """Return β of a single flow at every level of the loss that it comes to, (levels, D)."""
     flow = EuclideanFlow(data, depth, scale, rtol=3e-4)
     v = None
     betas = []
@@ -188,9 +190,12 @@ def _levels(
     return torch.stack(betas)
 
 
-def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
-    """accuracy[0][N]; along the way y∘s of the largest N < D at all times; least squares beside."""
-    data = _data(config, context)
+def _run_natural_descent(depth: int, config: dict[str, Any], context: Context) -> Record:
+    """Return the record of natural gradient descent: accuracies, beside those of least squares.
+
+    Of the largest N below D it also has the margins y∘s after every step.
+    """
+    data = _draw_data(config, context)
     dim = config["dim"]
     nonzero = config["nonzero"]
     steps = round(config["end"] / config["lr"])
@@ -222,11 +227,11 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     }
 
 
-def _population(config: dict[str, Any], context: Context) -> Record:
-    """accuracy[0][N] with F averaged over N(0, 1), at L = 1: its path is the same at any depth."""
+def _run_population_descent(config: dict[str, Any], context: Context) -> Record:
+    """Return accuracy[0][N] with F averaged over N(0, 1), at L = 1: any depth has the same path."""
     accuracy = []
     beta = torch.zeros(config["dim"])
-    for x, y in _data(config, context):
+    for x, y in _draw_data(config, context):
         model = flat_start(config["dim"], 1, 1.0, context.device)
         beta = last(population_descent(model, x, y, 0.5, 400))
         accuracy.append(float(expected_accuracy(beta, config["nonzero"])))
