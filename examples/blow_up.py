@@ -49,8 +49,8 @@ def main(steps: int = 200, width: int = 20, seed: int = 0) -> float:
     print(solution)
     exponent = solution.unknowns["lam"]
     order = max(1, round(0.5 / exponent)) if exponent > 0 else 1
-    found = 1 / (2 * order)
-    print(f"smooth profile {order}: exponent 1/{2 * order}, up to {abs(exponent - found):.0e}")
+    exact = 1 / (2 * order)
+    print(f"smooth profile {order}: exponent 1/{2 * order}, up to {abs(exponent - exact):.0e}")
     return abs(exponent - 0.5)
 
 
