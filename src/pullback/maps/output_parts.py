@@ -156,21 +156,14 @@ class OutputParts(TorchFunctionMode):
         A tensor that no function uses, such as an output of the model or a copy in a cache, makes a
         group of rows that are used nowhere else.
         """
-        used: dict[str, list[list[int]]] = {}
-        unused: dict[str, list[list[int]]] = {}
-        for labels in self._all_labels:
-            if not labels.is_used and labels.is_followed:
-                continue
-            groups = used if labels.is_used else unused
-            for weight in labels.weights:
-                groups.setdefault(weight, []).append(labels.rows)
-        parts = {}
-        for weight in used.keys() | unused.keys():
-            groups_of_weight = used.get(weight, [])
-            used_rows = {row for rows in groups_of_weight for row in rows}
-            unused_groups = [rows for rows in unused.get(weight, []) if used_rows.isdisjoint(rows)]
-            parts[weight] = merge_overlapping([*groups_of_weight, *unused_groups])
-        return parts
+        used = _collect_rows(labels for labels in self._all_labels if labels.is_used)
+        unused = _collect_rows(
+            labels for labels in self._all_labels if not labels.is_used and not labels.is_followed
+        )
+        return {
+            weight: _merge_groups(used.get(weight, []), unused.get(weight, []))
+            for weight in used.keys() | unused.keys()
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -386,6 +379,24 @@ def merge_overlapping(row_sets: Iterable[Iterable[int]]) -> list[list[int]]:
                 disjoint.append(other)
         merged = [*disjoint, union]
     return sorted(sorted(rows) for rows in merged if rows)
+
+
+def _collect_rows(all_labels: Iterable[RowLabels]) -> dict[str, list[list[int]]]:
+    """Return, by weight, the rows of each tensor."""
+    rows_of_weights: dict[str, list[list[int]]] = {}
+    for labels in all_labels:
+        for weight in labels.weights:
+            rows_of_weights.setdefault(weight, []).append(labels.rows)
+    return rows_of_weights
+
+
+def _merge_groups(
+    used: Sequence[Sequence[int]], unused: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return the groups of rows, with those of unused tensors whose rows are used nowhere else."""
+    used_rows = {row for rows in used for row in rows}
+    others = [rows for rows in unused if used_rows.isdisjoint(rows)]
+    return merge_overlapping([*used, *others])
 
 
 def _make_initial_labels(output: Tensor, axes: Sequence[int]) -> Tensor:

@@ -228,12 +228,10 @@ def differentiate_layer(
     """
     module = entry.module
     parameters = {}
-    names = {}  # by the module's own names, which need not be those of the layer
-    layer_keys = {id(p): key for key, p in entry.layer.parameters(module).items()}
     for own_name, parameter in module._parameters.items():
         if parameter is not None:
             parameters[own_name] = parameter.detach().to(dtype or parameter.dtype).requires_grad_()
-            names[own_name] = entry.names.get(layer_keys.get(id(parameter), own_name))
+    names = _find_names_of_parameters(entry)
     x = entry.input
     autocast_dtype: torch.dtype | None = None
     if dtype is not None:
@@ -255,6 +253,15 @@ def differentiate_layer(
         if name is not None and gradient is not None:
             by_name[name] = gradient
     return by_name
+
+
+def _find_names_of_parameters(entry: Entry) -> dict[str, str | None]:
+    """Return the names in the model by those in the module, which need not be the layer's keys."""
+    layer_keys = {id(p): key for key, p in entry.layer.parameters(entry.module).items()}
+    return {
+        own_name: entry.names.get(layer_keys.get(id(parameter), own_name))
+        for own_name, parameter in entry.module._parameters.items()
+    }
 
 
 def _copy_buffers(module: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:

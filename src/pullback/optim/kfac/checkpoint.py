@@ -136,19 +136,13 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     """Do what `restore` says, with the errors of a state that has another form."""
     rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
     state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
-    measured = [n for n, row in rows.items() if _is_measured(row)]
+    measured = _select_measured(rows)
     has_averages = any(saved[name].get("average") for name in measured)
     state.awaits_load = bool(measured) and not has_averages
+    _reserve_blocks(state, measured, saved, params)
     for name, row in rows.items():
-        if row.key is None:
-            continue
-        if row.key.kind == BlockKind.ENTRIES:
+        if row.key is not None and name not in measured:
             _fill_entries(state, name, saved[name]["state"], params[name], is_whole=has_averages)
-            continue
-        factor_shapes = row.factors
-        if not state.awaits_load:
-            factor_shapes = _list_factor_shapes(saved[name]["average"])
-        _reserve_block(state, row.key, factor_shapes, params)
     state.replicas.assign_owners(state.states, state.averages, state.averages.keys())
     if not state.awaits_load:
         _fill_blocks(state, saved, params)
@@ -156,9 +150,26 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     state.schedule.numbers.update({name: _as_number(numbers[name]) for name in COUNTS})
 
 
-def _is_measured(row: SavedRow) -> bool:
-    """Return True if a row is that of a block with averages."""
-    return row.key is not None and row.key.kind != BlockKind.ENTRIES
+def _reserve_blocks(
+    state: KFACState, measured: Mapping[str, SavedRow], saved: Mapping[str, Mapping[str, Any]],
+    params: Tensors,
+) -> None:  # fmt: skip
+    """Reserve the saved blocks that have averages, by the name of each one's leader."""
+    for name, row in measured.items():
+        assert row.key is not None
+        factor_shapes = row.factors
+        if not state.awaits_load:
+            factor_shapes = _list_factor_shapes(saved[name]["average"])
+        _reserve_block(state, row.key, factor_shapes, params)
+
+
+def _select_measured(rows: Mapping[str, SavedRow]) -> dict[str, SavedRow]:
+    """Return the rows of blocks with averages, by the name of each one's leader."""
+    return {
+        name: row
+        for name, row in rows.items()
+        if row.key is not None and row.key.kind != BlockKind.ENTRIES
+    }
 
 
 def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
