@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
+from pullback.pde.discretization.trial import UNKNOWNS_PREFIX
+from pullback.pde.judgement.estimate import SeenDirections, compute_standard_errors
 from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict, find_exact_level
 from pullback.pde.runs.progress import Log
@@ -268,6 +270,27 @@ def test_unknowns_have_standard_errors() -> None:
     estimate = solution.check().estimate
     assert estimate is not None
     assert estimate.spread["k"] == pytest.approx(noise / n**0.5, rel=0.1)
+
+
+def test_standard_errors_of_few_data_are_right_on_average() -> None:
+    """The mean variance over many noises is that of least squares, by hand, for four data."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 12, generator=generator, dtype=torch.float64)
+    data = torch.randn(4, 14, generator=generator, dtype=torch.float64)
+    rows = torch.cat([torch.nn.functional.pad(1e3 * rows, (2, 0)), data])
+    pseudo_inverse = torch.linalg.pinv(rows)
+    true = pseudo_inverse[:2, 40:].norm(dim=1)
+    params = {f"{UNKNOWNS_PREFIX}{name}": torch.zeros(()) for name in "kc"}
+    params["network"] = torch.zeros(12)
+    directions = SeenDirections.of(rows)
+    squared_errors = torch.zeros(2, dtype=torch.float64)
+    for _ in range(400):
+        noise = torch.zeros(44, dtype=torch.float64)
+        noise[40:] = torch.randn(4, generator=generator, dtype=torch.float64)
+        residuals = noise - rows @ (pseudo_inverse @ noise)
+        errors = compute_standard_errors(params, directions, residuals)
+        squared_errors += torch.tensor([errors[name] for name in "kc"]).double().square() / 400
+    torch.testing.assert_close(squared_errors.sqrt(), true, rtol=0.1, atol=0.0)
 
 
 def test_derivatives_of_solutions() -> None:

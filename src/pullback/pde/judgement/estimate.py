@@ -35,6 +35,8 @@ class EstimateThresholds:
     unseen_share: float = 1e-10
     #: share of the tangents, or of an unknown, by which such directions may move the solution
     loose_share: float = 1e-4
+    #: share of a residual's noise that a fit leaves; round-off hides less of it
+    least_freedom: float = 1e-6
     #: points of a condition for each parameter, and at least, so that rows outnumber columns
     points_per_parameter: int = 2
     fewest_points: int = 500
@@ -175,7 +177,7 @@ class ErrorField:
         self.explained = float((reach @ coefficients).square().sum())
         self.unexplained = (stability * left_over) ** 2
         self.size = float(system.fields.square().sum())
-        self.spread = _standard_errors(params, directions, system.residuals)
+        self.spread = compute_standard_errors(params, directions, system.residuals)
         space = ParameterSpace(params)
         move = space.split((directions.v @ (coefficients / directions.s)).to(space.dtype))
         self.corrected = Corrected(trial, move)
@@ -335,23 +337,25 @@ def _spectral_norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
-def _standard_errors(
+def compute_standard_errors(
     params: dict[str, Tensor], directions: SeenDirections, residuals: Tensor
 ) -> dict[str, float]:
-    """Return standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², times √(n/(n − rank)).
+    """Return standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ²/(1 − hᵢ), with hᵢ = (A A⁺)ᵢᵢ.
 
-    That of an unknown which moves in a direction that no residual sees is infinite.
+    A fit bends towards its data, so that residuals of few data are smaller than their noise: E rᵢ²
+    is (1 − hᵢ) of it. That of an unknown which moves in a direction that no residual sees is
+    infinite.
     """
+    leverages = directions.u.square().sum(1)
+    variances = residuals.square() / (1 - leverages).clamp(min=THRESHOLDS.least_freedom)
     errors: dict[str, float] = {}
-    count = len(residuals)
-    fitted = count / max(1, count - len(directions.s))
     row = 0
     for name, parameter in params.items():
         if name.startswith(UNKNOWNS_PREFIX):
             error = inf
             if float(directions.unseen[row].norm()) <= THRESHOLDS.loose_share:
-                products = directions.pseudo_inverse_row(row) * residuals
-                error = float((products.square().sum() * fitted).sqrt())
+                weights = directions.pseudo_inverse_row(row).square()
+                error = float((weights * variances).sum().sqrt())
             errors[name.removeprefix(UNKNOWNS_PREFIX)] = error
         row += parameter.numel()
     return errors
