@@ -312,6 +312,14 @@ def test_late_times_that_are_lost_are_said() -> None:
     assert 0.5 < profile.lost_from < 0.8
 
 
+def test_a_steady_solution_is_lost_at_no_time() -> None:
+    conditions = [pde.Equation(lambda u: u.xx), pde.Dirichlet(0.0)]
+    problem = pde.Problem(pde.Interval(0, 1), conditions, exact=lambda x: 0 * x)
+    profile, _ = correct(problem, lambda x: 1e-9 * x)
+    assert profile.error > 1.0
+    assert profile.lost_from is None
+
+
 def test_where_there_is_no_solution_nearby_the_error_is_unknown() -> None:
     """u² + 1 = 0 has none."""
     problem = pde.Problem(

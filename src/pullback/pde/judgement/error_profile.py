@@ -94,7 +94,12 @@ class ErrorProfile:
 
     @property
     def lost_from(self) -> float | None:
-        """The time from which on the error is as large as the solution; None if it never is."""
+        """The time from which on the error is as large as the solution; None if it never is.
+
+        A single window has no times to tell apart: that of a steady problem is one.
+        """
+        if len(self.windows) == 1:
+            return None
         time = None
         for window in reversed(self.windows):
             if float(window.squared_errors.sum()) < float(window.squared_sizes.sum()):
