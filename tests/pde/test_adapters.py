@@ -111,6 +111,12 @@ def test_what_cannot_be_used_is_refused() -> None:
         deepxde_objective(model)
     with pytest.raises(PullbackError, match="not usable"):
         AutogradMap(lambda params: torch.ones(3)).linearize({"w": torch.ones(1)})
+    with pytest.raises(PullbackError, match="not usable"):
+        AutogradMap(lambda params: 2 * params["w"][:0]).linearize({"w": torch.ones(1)})
+    with pytest.raises(PullbackError, match="they are list"):
+        AutogradMap(lambda params: [params["w"]]).linearize(  # pyright: ignore[reportArgumentType]
+            {"w": torch.ones(1)}
+        )
 
 
 def test_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:

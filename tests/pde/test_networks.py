@@ -132,6 +132,8 @@ def test_separable_networks() -> None:
         pde.Separable(2, rank=-1)
     with pytest.raises(PullbackError, match="dtype="):
         pde.Separable(2, dtype=torch.int64)
+    with pytest.raises(PullbackError, match="dtype="):
+        pde.Separable(2, dtype="float64")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_separable_network_refuses_points_of_other_dimensions() -> None:
@@ -142,6 +144,8 @@ def test_a_separable_network_refuses_points_of_other_dimensions() -> None:
         pde.solve(pde.Poisson(3), network, steps=1, points=20)
     with pytest.raises(PullbackError, match="The box"):
         network.average_over(pde.Box([(0, 1)] * 3))
+    with pytest.raises(PullbackError, match="The box"):
+        network.average_over(pde.Disk())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("rank", "pairs"), [(2, 0), (0, 2), (3, 1), (0, 0)])

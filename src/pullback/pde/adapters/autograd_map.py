@@ -42,13 +42,25 @@ class AutogradMap(Map):
         point = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         with torch.enable_grad():
             value = self._residuals(point)
-        if not value.requires_grad or value.ndim != 1:
+        if not _is_usable(value):
+            description = f"they are {type(value).__name__}"
+            if isinstance(value, Tensor):
+                description = (
+                    f"they have shape {tuple(value.shape)}, a graph: {value.requires_grad}"
+                )
             raise PullbackError(
                 "The residuals are not usable",
-                f"they have shape {tuple(value.shape)}, and a graph: {value.requires_grad}",
-                "Return a vector (n,) that depends on the given parameters",
+                description,
+                "Return a vector (n,), n ≥ 1, that depends on the given parameters",
             )
         return AutogradLinearization(value, point)
+
+
+def _is_usable(value: object) -> bool:
+    """Return True for a vector (n,), n ≥ 1, with a graph."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.requires_grad and value.ndim == 1 and len(value) > 0
 
 
 class AutogradLinearization(Linearization):

@@ -75,7 +75,8 @@ class Separable(nn.Module):
         require(usable, "The products of a separable network", counts, "Use integers ≥ 0")
         usable = activation in ACTIVATIONS
         require(usable, "The activation", activation, f"Use one of {', '.join(ACTIVATIONS)}")
-        require(dtype.is_floating_point, "dtype=", dtype, "Use torch.float64 or torch.float32")
+        usable = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        require(usable, "dtype=", dtype, "Use torch.float64 or torch.float32")
         self.dim = dim
         self.fields = fields
         self.rank = rank
@@ -112,7 +113,8 @@ class Separable(nn.Module):
         functions of one coordinate are integrated at d·nodes points; a rule in d dimensions has
         nodesᵈ. Inside `Rescaled` the coordinates run from −1 to 1.
         """
-        require(box.dim == self.dim, "The box", box, f"Use one with {self.dim} sides")
+        usable = isinstance(box, Box) and box.dim == self.dim
+        require(usable, "The box", box, f"Use a Box with {self.dim} sides")
         check_count(nodes, "nodes=")
         sums: Any = 0.0
         product: Any = 1.0
