@@ -1,6 +1,7 @@
 """Ordinary initial value problems beside an integrator: errors that residuals do not show."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,26 @@ def test_an_integration_that_blows_up_says_nothing(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(IntegrationFailed):
         compare_with_integration(problem, {}, torch.ones_like)
+
+
+def test_an_integration_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """u' = u² from 2 ends at t = 1/2, where LSODA would go on with steps of length 0."""
+    limits = integration.IntegrationLimits(relative_tolerance=1e-4, standing_evaluations=50)
+    monkeypatch.setattr(integration, "LIMITS", limits)
+    times = []
+
+    def equation(u: Any, t: Tensor) -> Tensor:
+        times.append(float(t))
+        return u.t - u**2
+
+    problem = pde.Problem(
+        pde.Interval(0, 1, name="t"), [pde.Equation(equation), pde.Dirichlet(2.0, on=at_start)]
+    )
+    initial_value_problem = InitialValueProblem.from_problem(problem, {})
+    assert initial_value_problem is not None
+    assert initial_value_problem.integrate(lambda t: 2 + 0 * t[:, None]) is None
+    assert max(times) == pytest.approx(0.5, abs=1e-3)
+    assert len(times) < 10_000
 
 
 def test_an_equation_without_initial_values_is_no_initial_value_problem() -> None:

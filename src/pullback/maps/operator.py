@@ -139,7 +139,8 @@ class OperatorMap(Map):
             raise PullbackError(
                 "A residual does not depend on the parameters",
                 "its gradient vanishes at every point",
-                "Leave out detach, sign, comparisons and rounding of the field",
+                "Leave out detach, sign, comparisons and rounding of the field; scale coordinates "
+                "far from [-1, 1], where a network is flat: Rescaled(network, domain) for a PDE",
             )
         coupling = linear.measure_coupling(u)
         noise = 1e3 * torch.finfo(gradient.dtype).eps * coupling.scale

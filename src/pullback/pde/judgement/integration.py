@@ -38,6 +38,8 @@ class IntegrationLimits:
         newton_steps: for the highest derivatives; equations are nearly always linear in these.
         newton_tolerance: of a root, relative to its size, at which Newton's method has converged.
         evaluations: after which the integration is given up; about ten seconds.
+        standing_evaluations: after which it is given up if time no longer advances: solutions that
+            blow up end so, after a few thousand.
         windows: of time, in which two solutions are compared.
         compared_times: in every window.
         smallest_field: share of the whole solution below which a field is not judged by itself.
@@ -49,6 +51,7 @@ class IntegrationLimits:
     newton_steps: int = 12
     newton_tolerance: float = 1e-9
     evaluations: int = 30_000
+    standing_evaluations: int = 1_000
     windows: int = 50
     compared_times: int = 20
     smallest_field: float = 1e-10
@@ -206,13 +209,19 @@ class InitialValueProblem:
         if initial_state is None:
             return None
         evaluations = 0
+        latest_time = self._start
+        evaluations_then = 0
         if most_evaluations is None:
             most_evaluations = LIMITS.evaluations
 
         def slope(t: float, state: np.ndarray) -> np.ndarray:
-            nonlocal evaluations
+            nonlocal evaluations, latest_time, evaluations_then
             evaluations += 1
-            if evaluations > most_evaluations:
+            if t > latest_time:
+                latest_time = t
+                evaluations_then = evaluations
+            is_standing = evaluations - evaluations_then > LIMITS.standing_evaluations
+            if is_standing or evaluations > most_evaluations:
                 raise _TooLong
             return self._differentiate_state(t, torch.from_numpy(state)).numpy()
 
