@@ -61,7 +61,7 @@ from typing import TYPE_CHECKING
 from pullback._core.lazy import attach
 
 if TYPE_CHECKING:
-    from .framework.check import Check, Outcome, Verdict, make_checks
+    from .framework.check import Check, Conclusion, Outcome, make_checks
     from .framework.curves import Chart, Line, Series, over_seeds
     from .framework.executor import run
     from .framework.experiment import Context, Experiment, Item, Paused
@@ -74,7 +74,7 @@ else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "framework.check": "Check Outcome Verdict make_checks",
+            "framework.check": "Check Outcome Conclusion make_checks",
             "framework.curves": "Chart Line Series over_seeds",
             "framework.executor": "run",
             "framework.experiment": "Context Experiment Item Paused",
@@ -88,7 +88,7 @@ else:
 
 __all__ = [
     "Experiment", "Item", "Context", "Paused", "Record",
-    "Results", "Check", "Verdict", "make_checks", "Table",
+    "Results", "Check", "Conclusion", "make_checks", "Table",
     "Chart", "Series", "Line", "over_seeds",
     "run", "Outcome", "find", "names", "seed_range",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """What an experiment says of its paper, and why."""
 
     outcome: Finding
@@ -87,11 +87,11 @@ def make_checks(
     return checks
 
 
-def conclude(checks: Sequence[Check]) -> Verdict | None:
+def conclude(checks: Sequence[Check]) -> Conclusion | None:
     """Return whether all of the paper's claims hold, some, or none; None without such claims.
 
     >>> conclude([Check("a", True, "1"), Check("b", False, "2", recorded=False)])
-    Verdict(outcome='differs', why='1 of 2 claims holds; not: b (2)')
+    Conclusion(outcome='differs', why='1 of 2 claims holds; not: b (2)')
     """
     of_paper = [check for check in checks if check.of_paper]
     if not of_paper:
@@ -102,11 +102,11 @@ def conclude(checks: Sequence[Check]) -> Verdict | None:
     if count == 1:
         sentence += "s"
     if not failed:
-        return Verdict("reproduced", sentence)
+        return Conclusion("reproduced", sentence)
     outcome: Finding = "not reproduced"
     if count:
         outcome = "differs"
-    return Verdict(outcome, f"{sentence}; not: {'; '.join(failed)}")
+    return Conclusion(outcome, f"{sentence}; not: {'; '.join(failed)}")
 
 
 class ExitStatus(IntEnum):
@@ -136,7 +136,7 @@ class Outcome:
     """
 
     checks: tuple[Check, ...]
-    verdict: Verdict | None
+    verdict: Conclusion | None
     finished: int
     total: int
     seeds: tuple[int, ...]

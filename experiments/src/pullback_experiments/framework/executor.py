@@ -24,7 +24,7 @@ from pullback.cli.environment import require_device
 from pullback.cli.files import make_folder
 
 from . import parallel, plots
-from .check import Check, Outcome, Verdict, print_outcome
+from .check import Check, Conclusion, Outcome, print_outcome
 from .environment import environment
 from .experiment import Context, Experiment, Item, Paused
 from .progress import Estimates, Progress
@@ -195,7 +195,7 @@ class RunPlan:
             return []
         return list(self.experiment.judge(results))
 
-    def _decide(self, checks: Sequence[Check]) -> Verdict | None:
+    def _decide(self, checks: Sequence[Check]) -> Conclusion | None:
         """Return the verdict; that of a short version says so, which may leave out claims."""
         if not checks:
             return None

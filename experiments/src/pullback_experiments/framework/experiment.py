@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from .check import Check, Verdict, conclude
+from .check import Check, Conclusion, conclude
 from .curves import Chart
 from .records import Record
 from .store import Key, Results, Store
@@ -184,7 +184,7 @@ class Experiment(ABC):
         """Return the tables of the report."""
         return []
 
-    def verdict(self, checks: Sequence[Check]) -> Verdict | None:
+    def verdict(self, checks: Sequence[Check]) -> Conclusion | None:
         """Return "reproduced", "differs" or "not reproduced", and why."""
         return conclude(checks)
 
