@@ -123,7 +123,7 @@ def test_an_implicit_equation() -> None:
 def test_parameters_beside_time(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """u_t = r(u − cos t) − sin t with u = cos t, and an answer that is off by δe^(rt)."""
     monkeypatch.setattr(
-        integration, "LIMITS", integration.IntegrationLimits(relative_tolerance=1e-7, places=4)
+        integration, "LIMITS", integration.IntegrationLimits(relative_tolerance=1e-7, base_points=4)
     )
     bounds = {"t": (0, 3), "r": (1, 2)}
     domain = pde.Box([bounds[name] for name in names], names=names)

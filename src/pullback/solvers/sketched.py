@@ -62,13 +62,13 @@ class ColumnSketch:
 
     Attributes:
         order: the columns of one block after the other, (B·b,).
-        place: where each column is in this order, (p,).
+        positions: where each column is in this order, (p,).
         directions: of every block, orthonormal and zero where a block is filled up, (B, b, m).
         count: so many of the B·m directions are used: the last one of some blocks is not.
     """
 
     order: Tensor
-    place: Tensor
+    positions: Tensor
     directions: Tensor
     count: int
 
@@ -80,22 +80,22 @@ class ColumnSketch:
         columns = ceil(p / blocks)
         filler = torch.zeros(blocks * columns - p, dtype=torch.long)
         shuffled = torch.cat([torch.randperm(p, generator=generator), filler])
-        place_in_order = torch.arange(len(shuffled)).view(blocks, columns).T.flatten()
+        slots = torch.arange(len(shuffled)).view(blocks, columns).T.flatten()
         order = torch.empty_like(shuffled)
-        order[place_in_order] = shuffled
-        place = torch.empty(p, dtype=torch.long)
-        place[shuffled[:p]] = place_in_order[:p]
+        order[slots] = shuffled
+        positions = torch.empty(p, dtype=torch.long)
+        positions[shuffled[:p]] = slots[:p]
         shape = (blocks, columns, ceil(count / blocks))
         gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
-        gaussian.view(-1, shape[-1])[place_in_order[p:]] = 0
+        gaussian.view(-1, shape[-1])[slots[p:]] = 0
         directions = torch.linalg.qr(gaussian).Q
         device = template.device
-        return cls(order.to(device), place.to(device), directions.to(template), count)
+        return cls(order.to(device), positions.to(device), directions.to(template), count)
 
     def compress(self, x: Tensor) -> Tensor:
         """Return x Ω for x of shape (..., p); a chunk of rows is mixed at a time."""
-        rows = max(1, _SIZES.most_entries // len(self.place))
-        chunks = x.reshape(-1, len(self.place)).split(rows)
+        rows = max(1, _SIZES.most_entries // len(self.positions))
+        chunks = x.reshape(-1, len(self.positions)).split(rows)
         pieces = [self._compress_rows(chunk) for chunk in chunks]
         return torch.cat(pieces).view(*x.shape[:-1], self.count)
 
@@ -112,8 +112,8 @@ class ColumnSketch:
         coefficients[:, : self.count] = y.reshape(-1, self.count)
         by_block = coefficients.unflatten(1, (most, blocks)).permute(2, 0, 1)  # (B, n, m)
         expanded = torch.bmm(by_block, self.directions.mT)  # (B, n, b)
-        x = expanded.transpose(0, 1).flatten(1)[:, self.place]
-        return x.view(*y.shape[:-1], len(self.place))
+        x = expanded.transpose(0, 1).flatten(1)[:, self.positions]
+        return x.view(*y.shape[:-1], len(self.positions))
 
 
 @dataclass(frozen=True)

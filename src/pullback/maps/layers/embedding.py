@@ -174,8 +174,8 @@ class EmbeddingBag(Layer):
             positions = keep.sum().clamp(min=1)
         # one number for each bag and index that is in it; an index may be there several times
         bags = torch.arange(len(x), device=x.device)[:, None]
-        pairs, places = torch.unique(bags * len(table) + x, return_inverse=True)
-        entries = add_at(weights.new_zeros(len(pairs)), places.flatten(), weights.flatten())
+        pairs, pair_numbers = torch.unique(bags * len(table) + x, return_inverse=True)
+        entries = add_at(weights.new_zeros(len(pairs)), pair_numbers.flatten(), weights.flatten())
         indices = pairs % len(table)
         squares = add_at(weights.new_zeros(len(table)), indices, entries.square())
         sums = add_at(weights.new_zeros(len(table)), indices, entries)

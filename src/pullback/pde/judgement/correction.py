@@ -297,7 +297,10 @@ def _march(space: ErrorSpace, level: CorrectionLevel) -> ErrorProfile:
 
 
 def _open_window(
-    space: ErrorSpace, level: CorrectionLevel, piece: TimeWindow, initial_values: FieldAtTime | None
+    space: ErrorSpace,
+    level: CorrectionLevel,
+    piece: NetworkWindow,
+    initial_values: FieldAtTime | None,
 ) -> Window:
     """Return the equations for the error on a window, which begins with values of the last one."""
     is_cut = _is_cut_in_time(space)
@@ -317,7 +320,7 @@ def _is_cut_in_time(space: ErrorSpace) -> bool:
 
 
 @dataclass(frozen=True)
-class TimeWindow:
+class NetworkWindow:
     """A window of time, and the network of the slab that it belongs to."""
 
     start: float
@@ -325,14 +328,14 @@ class TimeWindow:
     network: nn.Module
 
 
-def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[TimeWindow]:
+def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[NetworkWindow]:
     """Return the windows of time; one from 0 to 1 where time is not cut."""
     domain = space.problem.domain
     network = space.network
     if not isinstance(domain, SpaceTime):
-        return [TimeWindow(0.0, 1.0, network)]
+        return [NetworkWindow(0.0, 1.0, network)]
     if not _is_cut_in_time(space):
-        return [TimeWindow(*domain.time, network)]
+        return [NetworkWindow(*domain.time, network)]
     slab_edges: list[float] = list(domain.time)
     networks: list[nn.Module] = [network]
     if isinstance(network, Slabs):
@@ -342,7 +345,7 @@ def _place_windows(space: ErrorSpace, level: CorrectionLevel) -> list[TimeWindow
     pieces = []
     for slab, (start, end) in zip(networks, pairwise(slab_edges), strict=True):
         edges = torch.linspace(start, end, count + 1, dtype=torch.float64).tolist()
-        pieces += [TimeWindow(a, b, slab) for a, b in pairwise(edges)]
+        pieces += [NetworkWindow(a, b, slab) for a, b in pairwise(edges)]
     return pieces
 
 

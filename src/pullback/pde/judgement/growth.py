@@ -20,8 +20,8 @@ from ..problem.problem import Problem
 class GrowthThresholds:
     """How growth is measured."""
 
-    #: places at which the equations are linearized: eight along each side of a square
-    places: int = 64
+    #: points at which the equations are linearized: eight along each side of a square
+    points: int = 64
     #: half waves across the domain, along all axes at once; 0 is a constant. Rates are polynomials
     #: in the wave number, so that powers of two find the largest within a small factor.
     half_waves: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +36,7 @@ def measure_growth(problem: Problem, trial: Trial, unknowns: Mapping[str, Tensor
     """Return exp(T · max Re λ), at least 1: by how much waves grow in the time T.
 
     The equations A ∂u/∂t + B(∇) u = … are linearized at the solution. A wave e^(λt + iκ·x) has an
-    eigenvalue λ of −A⁻¹B(iκ); the median over places counts. It is 1 where the equations are not
+    eigenvalue λ of −A⁻¹B(iκ); the median over points counts. It is 1 where the equations are not
     of first order in time, or A is singular: nothing is known then.
     """
     slopes = _collect_slopes(problem, trial, unknowns)
@@ -70,7 +70,7 @@ def _collect_slopes(
     problem: Problem, trial: Trial, unknowns: Mapping[str, Tensor]
 ) -> dict[Key, Tensor]:
     """Return the slopes of all equations side by side, (N, R) by derivative."""
-    points = problem.domain.sample(THRESHOLDS.places, "sobol", seed=SEEDS.inspection)
+    points = problem.domain.sample(THRESHOLDS.points, "sobol", seed=SEEDS.inspection)
     parameter = next(trial.parameters())
     points = points.to(parameter.dtype, parameter.device)
     by_equation: list[dict[Key, Tensor]] = []
@@ -97,7 +97,7 @@ def is_field_equation(condition: Condition) -> bool:
 def _assemble(
     problem: Problem, slopes: Mapping[Key, Tensor], half_waves: int
 ) -> tuple[Tensor, Tensor]:
-    """Return A and B(iκ) at all places, (N, R, m) each."""
+    """Return A and B(iκ) at all points, (N, R, m) each."""
     time_axis = problem.domain.dim - 1
     lengths = problem.domain.high - problem.domain.low
     wavenumbers = (half_waves * math.pi / lengths).tolist()

@@ -43,8 +43,13 @@ class IntegrationLimits:
         windows: of time, in which two solutions are compared.
         compared_times: in every window.
         smallest_field: share of the whole solution below which a field is not judged by itself.
-        places: values of the parameters for which a problem is integrated; they share the
+        base_points: values of the parameters for which a problem is integrated; they share the
             evaluations.
+        absolute_share: absolute tolerance of a step, in units of the relative one times the size of
+            a field: errors are relative until a field falls to a thousandth of its size.
+        scale_times: at which the guess shows the size of a field.
+        probe_value, probe_derivative: made-up values of fields and of their highest derivatives, by
+            which equations are counted; neither is 0 or 1, where terms vanish, and they differ.
     """
 
     relative_tolerance: float = 1e-10
@@ -55,7 +60,11 @@ class IntegrationLimits:
     windows: int = 50
     compared_times: int = 20
     smallest_field: float = 1e-10
-    places: int = 12
+    base_points: int = 12
+    absolute_share: float = 1e-3
+    scale_times: int = 50
+    probe_value: float = 0.7
+    probe_derivative: float = 0.3
 
 
 LIMITS = IntegrationLimits()
@@ -65,7 +74,7 @@ _START_POINTS = 4
 #: u(t) of all fields at times (N,): (N, fields)
 Trajectory = Callable[[Tensor], Tensor]
 #: u(x) of all fields at points (N, d): (N, fields)
-Solution = Callable[[Tensor], Tensor]
+FieldFunction = Callable[[Tensor], Tensor]
 
 
 class IntegrationFailed(Exception):
@@ -100,7 +109,7 @@ class InitialValueProblem:
         problem, unknowns: with values of its unknown coefficients.
         equations, initial_conditions: of the problem.
         axis: of the domain, along which time runs.
-        place: a point (d,) of the domain; its coordinates along other axes are parameters.
+        base_point: a point (d,) of the domain; its coordinates along other axes are parameters.
     """
 
     def __init__(
@@ -110,14 +119,14 @@ class InitialValueProblem:
         equations: list[Condition],
         initial_conditions: list[Condition],
         axis: int,
-        place: Tensor,
+        base_point: Tensor,
     ) -> None:
         self._problem = problem
         self._unknowns = {n: torch.tensor(v, dtype=torch.float64) for n, v in unknowns.items()}
         self._equations = equations
         self._initial_conditions = initial_conditions
         self._axis = axis
-        self._place = place
+        self._base_point = base_point
         self._start = float(problem.domain.low[axis])
         self._end = float(problem.domain.high[axis])
         self._orders = self._find_orders()
@@ -135,14 +144,14 @@ class InitialValueProblem:
         """
         if problem.domain.dim != 1:
             return None
-        candidate = cls.at_place(problem, unknowns, 0, problem.domain.low)
+        candidate = cls.at_point(problem, unknowns, 0, problem.domain.low)
         if candidate is None or candidate.has_algebraic_fields:
             return None
         return candidate
 
     @classmethod
-    def at_place(
-        cls, problem: Problem, unknowns: Mapping[str, float], axis: int, place: Tensor
+    def at_point(
+        cls, problem: Problem, unknowns: Mapping[str, float], axis: int, base_point: Tensor
     ) -> InitialValueProblem | None:
         """Return the initial value problem along an axis through a point (d,), None if it is none.
 
@@ -160,7 +169,7 @@ class InitialValueProblem:
         if not equations or not initial_conditions:
             return None
         try:
-            candidate = cls(problem, unknowns, equations, initial_conditions, axis, place)
+            candidate = cls(problem, unknowns, equations, initial_conditions, axis, base_point)
         except _NotOrdinary:
             return None
         if not candidate._is_square():
@@ -235,7 +244,7 @@ class InitialValueProblem:
                     initial_state.numpy(),
                     method="LSODA",
                     rtol=LIMITS.relative_tolerance,
-                    atol=LIMITS.relative_tolerance * 1e-3 * scales,
+                    atol=LIMITS.relative_tolerance * LIMITS.absolute_share * scales,
                     dense_output=True,
                 )
         except (_TooLong, ArithmeticError, ValueError, torch.linalg.LinAlgError):
@@ -267,7 +276,7 @@ class InitialValueProblem:
         A field and its derivatives count as the field does where it is known to be nonzero, so that
         a small one is integrated as accurately as a large one.
         """
-        times = torch.linspace(self._start, self._end, 50, dtype=torch.float64)
+        times = torch.linspace(self._start, self._end, LIMITS.scale_times, dtype=torch.float64)
         by_field = guess(times).detach().abs().amax(0).cpu().double()
         by_state = torch.zeros_like(by_field)
         for field, part in enumerate(initial_state.split(self._orders)):
@@ -287,7 +296,7 @@ class InitialValueProblem:
 
         def look_up(name: str, index: Index | None) -> Tensor:
             orders[name] = max(orders[name], self._find_order(index))
-            return torch.full((1,), 0.7, dtype=torch.float64)
+            return torch.full((1,), LIMITS.probe_value, dtype=torch.float64)
 
         for condition in (*self._equations, *self._initial_conditions):
             self._residual(condition, self._start, look_up)
@@ -305,8 +314,8 @@ class InitialValueProblem:
         """Return True if there are as many equations as fields, and initial values as states."""
         if max(self._orders) == 0:
             return False
-        state = torch.full((sum(self._orders),), 0.7, dtype=torch.float64)
-        highest = torch.full((len(self._orders),), 0.3, dtype=torch.float64)
+        state = torch.full((sum(self._orders),), LIMITS.probe_value, dtype=torch.float64)
+        highest = torch.full((len(self._orders),), LIMITS.probe_derivative, dtype=torch.float64)
         equations = self._equation_residuals(self._start, state, highest)
         initial = self._initial_residuals(state)
         return len(equations) == len(highest) and len(initial) == len(state)
@@ -329,21 +338,21 @@ class InitialValueProblem:
     ) -> Tensor:
         """Return the residuals of a condition at one time, from derivatives that are looked up."""
         problem = self._problem
-        place = self._place.double().clone()
-        place[self._axis] = t
-        place = place[None]
-        normals = torch.zeros_like(place)
+        point = self._base_point.double().clone()
+        point[self._axis] = t
+        point = point[None]
+        normals = torch.zeros_like(point)
         normals[:, self._axis] = -1.0
-        points = Points(place, torch.ones(1, dtype=torch.float64), normals)
+        points = Points(point, torch.ones(1, dtype=torch.float64), normals)
         fields = {}
         for name in problem.fields:
             fields[name] = Field(
                 lambda index, name=name: look_up(name, index), problem.coordinates, normals
             )
         sources = {}
-        coordinates = dict(zip(problem.domain.names, place.unbind(-1), strict=True))
+        coordinates = dict(zip(problem.domain.names, point.unbind(-1), strict=True))
         for name, source in problem.sources.items():
-            sources[name] = _evaluate_source(source, {"points": place, **coordinates})
+            sources[name] = _evaluate_source(source, {"points": point, **coordinates})
         coordinates |= sources
         view = View([fields], points, coordinates, self._unknowns, {})
         residuals = condition.residual(view)
@@ -404,7 +413,7 @@ class InitialValueProblem:
 
 
 def compare_with_integration(
-    problem: Problem, unknowns: Mapping[str, float], solution: Solution
+    problem: Problem, unknowns: Mapping[str, float], solution: FieldFunction
 ) -> ErrorProfile | None:
     """Return how far a solution is from that of an integrator.
 
@@ -417,9 +426,9 @@ def compare_with_integration(
     axis = _find_time_axis(problem, unknowns)
     if axis is None:
         return None
-    places = problem.domain.low[None]
+    base_points = problem.domain.low[None]
     if problem.domain.dim > 1:
-        places = problem.domain.sample(LIMITS.places, "sobol", seed=SEEDS.inspection).x
+        base_points = problem.domain.sample(LIMITS.base_points, "sobol", seed=SEEDS.inspection).x
     edges = torch.linspace(
         float(problem.domain.low[axis]),
         float(problem.domain.high[axis]),
@@ -428,14 +437,14 @@ def compare_with_integration(
     )
     squared_errors = []
     squared_sizes = []
-    for place in places:
-        line = TimeLine(solution, axis, place)
-        initial_value_problem = InitialValueProblem.at_place(problem, unknowns, axis, place)
+    for base_point in base_points:
+        line = TimeLine(solution, axis, base_point)
+        initial_value_problem = InitialValueProblem.at_point(problem, unknowns, axis, base_point)
         assert initial_value_problem is not None
-        trajectory = initial_value_problem.integrate(line, LIMITS.evaluations // len(places))
+        trajectory = initial_value_problem.integrate(line, LIMITS.evaluations // len(base_points))
         if trajectory is None:
             raise IntegrationFailed
-        times = _place_times(edges)
+        times = _list_times(edges)
         reference = trajectory(times.flatten()).unflatten(0, times.shape)
         difference = line(times.flatten()).detach().cpu().double().unflatten(0, times.shape)
         squared_errors.append((difference - reference).square().mean(1))
@@ -447,12 +456,12 @@ def compare_with_integration(
 class TimeLine:
     """A solution as a function of time along an axis through a point, (N,) ↦ (N, fields)."""
 
-    solution: Solution
+    solution: FieldFunction
     axis: int
-    place: Tensor
+    base_point: Tensor
 
     def __call__(self, times: Tensor) -> Tensor:
-        points = self.place.expand(len(times), -1).clone()
+        points = self.base_point.expand(len(times), -1).clone()
         points[:, self.axis] = times.to(points)
         return self.solution(points)
 
@@ -465,12 +474,12 @@ def _find_time_axis(problem: Problem, unknowns: Mapping[str, float]) -> int | No
     if not isinstance(domain, Box):
         return None
     for axis in range(problem.domain.dim):
-        if InitialValueProblem.at_place(problem, unknowns, axis, problem.domain.low) is not None:
+        if InitialValueProblem.at_point(problem, unknowns, axis, problem.domain.low) is not None:
             return axis
     return None
 
 
-def _place_times(edges: Tensor) -> Tensor:
+def _list_times(edges: Tensor) -> Tensor:
     """Return the compared times of every window, (windows, times)."""
     shares = torch.linspace(0, 1, LIMITS.compared_times, dtype=torch.float64)
     return edges[:-1, None] + shares * (edges[1:] - edges[:-1])[:, None]
@@ -482,7 +491,9 @@ def _build_profile(
     squared_errors: Sequence[Tensor],
     squared_sizes: Sequence[Tensor],
 ) -> ErrorProfile:
-    """Return the errors window by window, from those at every place, (windows, fields) each."""
+    """Return the errors window by window, from those at every base point,
+    (windows, fields) each.
+    """
     errors = torch.stack(list(squared_errors)).mean(0)
     sizes = torch.stack(list(squared_sizes)).mean(0)
     windows = []

@@ -26,7 +26,7 @@ class JumpThresholds:
 
     Attributes:
         lines: through the domain, between two of its points.
-        places: on every line.
+        points_per_line: at which coefficients are compared.
         halvings: of the piece of a line with the largest change; it is 1e-14 of the line then.
         narrow_halvings, narrow_share: after which the piece is 1e-4 of the line; a change of which
             so much is left there is narrower than the spacing of points, and acts as a jump.
@@ -37,7 +37,7 @@ class JumpThresholds:
     """
 
     lines: int = 32
-    places: int = 64
+    points_per_line: int = 64
     halvings: int = 40
     narrow_halvings: int = 7
     narrow_share: float = 0.5
@@ -129,10 +129,11 @@ class Lines:
         """
         first = coefficients[0]
         count = len(self.start)
-        shares = torch.linspace(0, 1, THRESHOLDS.places, dtype=torch.float64)[:, None, None]
-        x = self.start + shares * (self.end - self.start)  # (places, L, d)
-        values = first(x.flatten(0, 1)).unflatten(0, (THRESHOLDS.places, count))
-        steepest = _measure_changes(values[:-1], values[1:]).argmax(0)  # of (places − 1, L)
+        points = THRESHOLDS.points_per_line
+        shares = torch.linspace(0, 1, points, dtype=torch.float64)[:, None, None]
+        x = self.start + shares * (self.end - self.start)  # (points, L, d)
+        values = first(x.flatten(0, 1)).unflatten(0, (points, count))
+        steepest = _measure_changes(values[:-1], values[1:]).argmax(0)  # of (points − 1, L)
         columns = torch.arange(count)
         pieces = Lines(x[steepest, columns], x[steepest + 1, columns])
         narrow = pieces._halve_often(first, THRESHOLDS.narrow_halvings)
@@ -170,5 +171,5 @@ class Lines:
 
 
 def _measure_changes(before: Tensor, after: Tensor) -> Tensor:
-    """Return the largest change of a coefficient at each place, 0 where one is not finite."""
+    """Return the largest change of a coefficient at each point, 0 where one is not finite."""
     return (after - before).abs().nan_to_num(posinf=0.0).amax(-1)
