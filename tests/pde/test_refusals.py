@@ -227,6 +227,27 @@ def test_functions_of_single_numbers_get_a_note() -> None:
     assert "write torch.sin, not math.sin" in info.value.__notes__[0]
 
 
+def test_a_network_that_overflows_has_a_check() -> None:
+    problem = pde.Problem(LINE, [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0)])
+    network = pde.mlp(1, 3, 1, seed=0)
+
+    def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=1e30)
+
+    solution = pde.solve(
+        problem, network, steps=8, points=10, progress=False, optimizer=make_optimizer
+    )
+    assert solution.spectrum is None
+    assert "estimated error: unknown" in str(solution.check())
+
+
+def test_a_complex_source_is_refused() -> None:
+    equation = pde.Equation(lambda u, f: u.xx + f)
+    problem = pde.Problem(LINE, [equation, pde.Dirichlet(0.0)], sources={"f": lambda x: 1j * x})
+    with pytest.raises(PullbackError, match="source 'f' is not usable: got torch"):
+        pde.solve(problem, pde.mlp(1, 3, 1, seed=0), steps=1, points=10, progress=False)
+
+
 def test_usable_ones_pass() -> None:
     solve(device="cpu", tol=1e-9, budget=0, patience=None, callbacks=(), memory=2**20)
     solve(device=torch.device("cpu"), refine=pde.Refine(every=1))

@@ -288,7 +288,7 @@ class Collocation:
         )
 
     def spectrum(self) -> Tensor | None:
-        """Return the singular values of the whitened Jacobian, None if it is large."""
+        """Return the singular values of the whitened Jacobian, None if it is large or overflows."""
         if self.objective is None or not self.is_least_squares:
             return None
         params = dict(self._trial.named_parameters())
@@ -300,7 +300,10 @@ class Collocation:
             return None
         no_rows = torch.empty(0, columns, dtype=self._dtype, device=self._device)
         rows = torch.cat([no_rows, *(linearization.rows() for linearization in linearizations)])
-        return torch.linalg.svdvals(self._processes.gather([rows])[0].cpu())
+        rows = self._processes.gather([rows])[0].cpu()
+        if not bool(rows.isfinite().all()):
+            return None
+        return torch.linalg.svdvals(rows)
 
     def state(self) -> dict[str, Any]:
         """Return where the points are, and their weights."""

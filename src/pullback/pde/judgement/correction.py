@@ -376,7 +376,12 @@ class LinearSystem:
         return float(self.residuals.norm())
 
     def solve(self) -> Tensor:
-        """Return the shortest change of the coefficients that makes the residuals smallest."""
+        """Return the shortest change of the coefficients that makes the residuals smallest.
+
+        Raise CorrectionFailed if there is none, because the network overflows.
+        """
+        if not bool(self.rows.isfinite().all() and self.residuals.isfinite().all()):
+            raise CorrectionFailed
         tolerance = LIMITS.smallest_singular_value
         right_side = -self.residuals[:, None]
         result = torch.linalg.lstsq(self.rows, right_side, rcond=tolerance, driver="gelsd")

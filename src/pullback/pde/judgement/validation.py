@@ -69,13 +69,8 @@ class Residual:
 
     @property
     def relative(self) -> float:
-        """rms/size: 1 where nothing cancels, 0 where the condition holds.
-
-        It is 1 too where squares of the terms underflow, below 1e-162: nothing is known then.
-        """
-        if self.size:
-            return self.rms / self.size
-        return 1.0 if self.largest else 0.0
+        """rms/size: 1 where nothing cancels, 0 where the condition holds."""
+        return self.rms / self.size if self.size else 0.0
 
 
 #: mean squares of derivatives over the domain, by field and index; None is the Laplacian

@@ -155,6 +155,8 @@ class Problem:
         what = f"The source {name!r}"
         with torch.enable_grad():
             source = call_by_name(self.sources[name], self._offer_coordinates(x.detach()), what)
+        values = torch.as_tensor(source)
+        require(not values.is_complex(), what, values.dtype, "Return real numbers")
         values = torch.as_tensor(source, dtype=x.dtype, device=x.device).detach()
         if values.ndim and values.shape != (len(x),):
             raise PullbackError(
