@@ -494,12 +494,10 @@ def test_real_layers_train(name: str, rule: str) -> None:
     assert losses[-1] < losses[3]
     rules = {r.name: r.rule for r in opt.coverage()}
     assert rules.keys() == start.keys()
-    transposed = rule == "spectral" and name == "transposed convolution"  # its columns are outputs
-    assert {*rules.values()} == {"adam"} | ({rule} if not transposed else set())
+    assert {*rules.values()} == {"adam", rule}
     accepts = opt.rule.accepts
     roles = {row.name: row.role for row in pb.parameter_roles(model, x)}
-    if not transposed:
-        assert rules == {n: rule if accepts(role) else "adam" for n, role in roles.items()}
+    assert rules == {n: rule if accepts(role) else "adam" for n, role in roles.items()}
     for n, p in model.named_parameters():
         if name != "attention" or n != "0.fused.in_proj_bias":  # that of keys changes nothing
             assert bool((p != start[n]).all() if p.ndim < 2 else (p != start[n]).any()), n
