@@ -72,8 +72,9 @@ def test_the_first_snippet_runs_where_nothing_else_is_installed(
             (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
 
     first = next(snippets((ROOT / "README.md").read_text("utf-8"))).code
-    first = first.replace("range(200)", "range(3)")
+    first = first.replace("range(50)", "range(3)")
     process = run_command(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
-    assert Path(process.stdout.strip()).is_relative_to(site)
+    *_, imported_file = process.stdout.splitlines()  # after the loss
+    assert Path(imported_file).is_relative_to(site)
     command = run_command(python, "-I", "-m", "pullback", "doctor", status=1)
     assert command.stderr.endswith("pip install 'pullback[cli]'\n")
