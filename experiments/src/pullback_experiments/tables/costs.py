@@ -147,7 +147,7 @@ _SMALL = ("race-text", "Decoder of 6 layers")
 RACES = [
     RaceRow("decoder 10.9M, NorMuon", *_SMALL, _NORMUON),
     RaceRow(
-        '`rule="two-sided"`, NorMuon',
+        '`rule="two-sided"`, CUDA-graph, NorMuon',
         *_SMALL,
         _NORMUON,
         ours="K-FAC, two-sided",

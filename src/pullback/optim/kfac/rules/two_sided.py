@@ -45,8 +45,8 @@ class TwoSided(Spectral):
 
     with M, C, D and λ of `Spectral`, and R = mean δδᵀ of the loss's own cotangents δ at the
     layer's outputs. They come from the backward pass of the loss itself, so there is no second
-    one. Momentum is shorter than that of `Spectral`, and AdamW takes the whole rate for
-    the other parameters: with both factors the two changes gain where alone they gain little.
+    one. Momentum is shorter than that of `Spectral`, and AdamW takes the whole rate for the other
+    parameters.
 
     Relatives: K-FAC's direction is R⁻¹ M C⁻¹; its half powers, and the polar factor of what they
     give, are in between it and Muon (Jordan et al., 2024). Shampoo (Gupta et al., 2018,
