@@ -122,6 +122,21 @@ def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) ->
         assert all((g["weight_decay"] == 0) == (g["params"][0].ndim < 2) for g in groups)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_decay_as_a_race_says(name: str) -> None:
+    if name == "muon-torch":
+        model = VisionTransformer(10, 8, 1, 2)
+    else:
+        model = ResNet(width=4, depths=(1, 1))
+    optimizers = OPTIMIZERS[name](model, 0.1, {"weight_decay": 0.3})
+    decays = {}
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
+        decays |= {id(p): group["weight_decay"] for p in group["params"]}
+    assert all(decays[id(p)] == 0.3 for p in model.parameters() if p.ndim > 1)
+    if name not in {"sgd", "kfac-natural"}:
+        assert all(decays[id(p)] == 0 for p in model.parameters() if p.ndim == 1)
+
+
 def _small(**changes: Any) -> RaceTask:
     source = ImageData(lambda: data.generate_pictures((3, 32, 32), 4, 64), batch=32)
     model = lambda: VisionTransformer(4, 16, 1, 2, 16)  # noqa: E731

@@ -96,6 +96,25 @@ def test_stacks_are_matrices_one_by_one() -> None:
         torch.testing.assert_close(list(stacked), list(one_by_one), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("make_optimizer", "tolerance"), [(Muon, 0.04), (NorMuon, 1e-5)])
+def test_filters_move_as_matrices_do(
+    make_optimizer: type[Muon | NorMuon], tolerance: float, layout: torch.memory_format
+) -> None:
+    """A filter is a row, and entries of a step have a root mean square of 0.2 in every shape."""
+    draw = torch.Generator().manual_seed(3)
+    for shape in ((6, 4, 3, 3), (40, 4, 1, 1)):
+        gradient = torch.randn(shape, generator=draw)
+        filters = nn.Parameter(torch.zeros(shape).to(memory_format=layout))
+        matrix = nn.Parameter(torch.zeros(shape).flatten(1))
+        filters.grad = gradient.to(memory_format=layout)
+        matrix.grad = gradient.flatten(1)
+        for weight in (filters, matrix):
+            make_optimizer([weight], 0.1).step()
+        torch.testing.assert_close(filters.detach().flatten(1), matrix.detach(), atol=1e-6, rtol=0)
+        assert abs(filters.detach().square().mean().sqrt() / 0.1 - 0.2) < tolerance
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_muon_takes_the_steps_of_torchs() -> None:
     draw = torch.Generator().manual_seed(2)

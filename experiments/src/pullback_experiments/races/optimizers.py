@@ -1,7 +1,8 @@
 """The optimizers of the races: a table of name ↦ (model, rate, settings) ↦ optimizers.
 
 What an optimizer for hidden matrices leaves over (embeddings, head, gains) AdamW takes, at the
-same rate or at the share of it that the setting `rest` says; weights decay and gains do not.
+same rate or at the share of it that the setting `rest` says. Weights decay by the setting
+`weight_decay`; gains do not, but for those that SGD trains.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def _adamw(params: Iterable[Tensor], lr: float, settings: Settings) -> Optimizer
     return torch.optim.AdamW([g for g in groups if g["params"]], lr, **options)
 
 
-def _make_adamw_for_rest(model: nn.Module, lr: float) -> Optimizer:
+def _make_adamw_for_rest(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
     hidden_ids = {id(p) for p in hidden(model)}
-    return _adamw([p for p in model.parameters() if id(p) not in hidden_ids], lr, {})
+    others = [p for p in model.parameters() if id(p) not in hidden_ids]
+    return _adamw(others, lr, {"weight_decay": weight_decay})
 
 
 def adamw(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
@@ -59,7 +61,7 @@ def adamw(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
 
 
 def sgd(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-    """With Nesterov's momentum."""
+    """SGD with Nesterov's momentum; all parameters decay."""
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, **settings}
     return [torch.optim.SGD(model.parameters(), lr, fused=_cuda(model), **options)]
 
@@ -68,28 +70,32 @@ def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    return [Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
+    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [Muon(hidden(model), lr, **options), rest]
 
 
 def normuon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """NorMuon for hidden matrices, in stacks."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    return [NorMuon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
+    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [NorMuon(hidden(model), lr, **options), rest]
 
 
 def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
     options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
     share = options.pop("rest", 1.0)
-    return [torch.optim.Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
+    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [torch.optim.Muon(hidden(model), lr, **options), rest]
 
 
 def soap(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """SOAP for hidden matrices."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    return [SOAP(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
+    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [SOAP(hidden(model), lr, **options), rest]
 
 
 def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
@@ -100,7 +106,9 @@ def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
 
 def default(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """`KFAC(model)` as it is, but for the weight decay that all entrants have."""
-    return [KFAC(model, lr, params=_decay_groups(model), **settings)]
+    options = {"weight_decay": _DECAY, **settings}
+    groups = _make_decay_groups(model, options.pop("weight_decay"))
+    return [KFAC(model, lr, params=groups, **options)]
 
 
 def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
@@ -127,21 +135,25 @@ def _make_kfac(
     """
     rule_options: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    weight_decay = _DECAY
     for name, value in settings.items():
-        if name == "rest":
+        if name == "weight_decay":
+            weight_decay = value
+        elif name == "rest":
             rule_options["others"] = AdamW(rate=value)
         elif name == "damping" or name.startswith("rule_"):
             rule_options[name.removeprefix("rule_")] = value
         else:
             options[name] = value
-    return KFAC(model, lr, rule=rule(**rule_options), params=_decay_groups(model), **options)
+    groups = _make_decay_groups(model, weight_decay)
+    return KFAC(model, lr, rule=rule(**rule_options), params=groups, **options)
 
 
-def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+def _make_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return param groups of KFAC: matrices decay, gains do not."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
     return [g for g in groups if g["params"]]
 
 
@@ -215,6 +227,9 @@ class Muon(StackedOptimizer):
     r"""Jordan et al. (2024): the polar factor of the momentum, by Newton–Schulz steps.
 
         M ← μM + (1 − μ)G,   U = 0.2 √max(m, n) · polar((1 − μ)G + μM)
+
+    Entries of U have a root mean square of about 0.2 in every shape. For a convolution m is the
+    number of filters and n the number of entries of one.
 
     Args:
         params: matrices.
