@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import pickle
 import signal
+import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -411,19 +414,29 @@ def test_a_run_says_what_it_will_take(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GiB for the Jacobian" in said
 
 
-@pytest.mark.slow
-def test_slabs_share_the_budget() -> None:
-    heat = pde.Heat(1)
+def test_slabs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has half of it, since its parameters are random, and the others share the rest."""
+    seconds_per_step = 1 / 64  # sums of it are exact
+    readings = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds_per_step * next(readings))
+    steps_by_start: Counter[float] = Counter()
+
+    def count_step(run: pde.Run, info: Any) -> bool:
+        assert isinstance(run.problem.domain, pde.SpaceTime)
+        steps_by_start[run.problem.domain.time[0]] += 1
+        return False
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         solution = pde.solve(
-            heat,
+            pde.Heat(1),
             pde.mlp(2, 4, 1, seed=0),
             points=36,
             slabs=3,
-            budget=1.5,
+            budget=12 * seconds_per_step,
             steps=10_000,
             patience=None,
+            callbacks=[count_step],
             progress=False,
         )
     networks = solution.network.networks
@@ -432,6 +445,7 @@ def test_slabs_share_the_budget() -> None:
     ends = [torch.cat([p.flatten() for p in n.parameters()]) for n in networks]
     assert not torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[1], ends[2])
+    assert [steps_by_start[start] for start in sorted(steps_by_start)] == [6, 3, 3]
     assert "the budget" in solution.stopped
 
 
