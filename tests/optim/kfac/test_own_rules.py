@@ -437,7 +437,8 @@ def test_a_renamed_layer_keeps_its_averages() -> None:
 def test_others_and_estimation_reach_a_rule_without_a_constructor() -> None:
     """They were ignored without a word, as any argument was."""
     rule = Scaled(others=Descent(), estimation=Estimation(ema=0.5))
-    assert rule.estimation.ema == 0.5
+    assert rule.find_ema() == 0.5
+    assert Scaled(estimation=Estimation(seed=1)).find_ema() == 0.95  # that of every rule
     model = net()
     x, y = batch()
     optimizer = pb.KFAC(model, rule=rule)

@@ -22,6 +22,7 @@ from pullback.optim.kfac.rules.base import (
     BlockShape,
     FactorAverages,
     RefreshReport,
+    Rule,
     StepContext,
 )
 from pullback.steps import QuadraticModel
@@ -1029,6 +1030,40 @@ def test_a_rule_takes_what_its_estimation_says() -> None:
     assert Natural(estimation=Estimation(ema=0.9)).estimation.fisher == "mc"
     assert Natural(estimation=Estimation(ema=0.9)).estimation.joint
     assert Eigenbasis(estimation=Estimation(ema=0.9)).estimation.fisher == "empirical"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ema"), [(Natural, 0.95), (Eigenbasis, 0.95), (Spectral, 0.8), (TwoSided, 0.8)]
+)
+def test_a_rule_keeps_its_memory_beside_what_the_estimation_says(
+    kind: type[Rule], ema: float
+) -> None:
+    """An estimation that did not name ema gave `Spectral` 0.95 in the place of its 0.8."""
+    assert kind().estimation.ema == ema
+    rule = kind(estimation=Estimation(max_factor=7))
+    assert rule.estimation.ema == ema
+    assert rule.find_ema() == ema
+    assert rule.estimation.max_factor == 7
+    assert kind(estimation=Estimation(ema=0.5)).find_ema() == 0.5
+
+
+def test_an_estimation_without_ema_changes_no_step() -> None:
+    """Steps are those of the rule without an estimation, and other than with another memory."""
+
+    def train(estimation: Estimation | None) -> Tensor:
+        torch.manual_seed(0)
+        model = mlp(4, 6, 5, 3)
+        rule = Spectral(estimation=estimation)
+        opt = pb.KFAC(model, rule=rule, statistics_every=1, invert_every=1)
+        for _ in range(3):
+            opt.zero_grad()
+            mse(model(torch.randn(9, 4)), torch.zeros(9, 3)).backward()
+            opt.step()
+        return vector(model)
+
+    without = train(None)
+    assert torch.equal(train(Estimation(max_factor=4096)), without)
+    assert not torch.allclose(train(Estimation(ema=0.95)), without, atol=1e-6)
 
 
 def test_joint_of_the_estimation_separates_weight_and_bias() -> None:

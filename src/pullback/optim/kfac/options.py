@@ -139,7 +139,8 @@ class Options:
         per_process = ("grad_scaler", "output", "weight_decay", "rule")
         common = {n: v for n, v in vars(self).items() if n not in per_process}
         of_rule = {n: v for n, v in vars(self.rule).items() if n != "estimation"}
-        return {**common, **of_rule, **vars(self.rule.estimation), "rule": self.rule.name}
+        of_estimation = {**vars(self.rule.estimation), "ema": self.rule.find_ema()}
+        return {**common, **of_rule, **of_estimation, "rule": self.rule.name}
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _check_rule(rule: Rule) -> None:
     """Raise for options of a rule, or of its estimation, that are not usable."""
     estimation = rule.estimation
     check(
-        fisher=estimation.fisher, draws=estimation.draws, ema=estimation.ema,
+        fisher=estimation.fisher, draws=estimation.draws, ema=rule.find_ema(),
         sharing=estimation.sharing, max_factor=estimation.max_factor,
         batch_dim=estimation.batch_dim, reduction=estimation.reduction, seed=estimation.seed,
         joint=estimation.joint, rate=rule.rate, warmup=rule.warmup, kl_clip=rule.kl_clip,

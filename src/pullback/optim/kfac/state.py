@@ -219,7 +219,7 @@ class KFACState:
                 pairs.append((self.averages[key], factors))
             else:
                 pairs.append((self.averages[key], {}))
-        ema_update(pairs, self.rule.estimation.ema, guard.is_void)
+        ema_update(pairs, self.rule.find_ema(), guard.is_void)
         self.measured_keys.update(means)
         self.schedule.count_statistics()
         self._observe_spectra(spectra)
@@ -386,7 +386,7 @@ class KFACState:
         """
         if not self.measured_keys <= self.states.ready or not self.measured_keys.issuperset(means):
             return False
-        if self.rule.estimation.ema < _LEAST_EMA:
+        if self.rule.find_ema() < _LEAST_EMA:
             return False
         pairs = [
             (self.averages[k], new) for k, new in means.items() if self.replicas.keeps_average(k)

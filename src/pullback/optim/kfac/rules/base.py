@@ -48,7 +48,7 @@ class Estimation:
             (a reverse pass per output), "empirical" the loss's own gradient. By default the rule's:
             "empirical" with `Eigenbasis`, "mc" with all others.
         draws: targets per sample for "mc".
-        ema: the weight of the past in the averages.
+        ema: the weight of the past in the averages. By default the rule's `default_ema`.
         sharing: "expand" or "reduce", how positions that share a weight enter.
         max_factor: the longest side held as a matrix; longer ones are diagonals.
         batch_dim: the output's axis of samples.
@@ -63,7 +63,7 @@ class Estimation:
 
     fisher: str | None = None
     draws: int = 1
-    ema: float = 0.95
+    ema: float | None = None
     sharing: str = "expand"
     max_factor: int = 8192
     batch_dim: int = 0
@@ -74,7 +74,12 @@ class Estimation:
     measures_spectrum: bool = False
 
     def with_defaults(
-        self, fisher: str | None, *, default_fisher: str, default_joint: bool = False
+        self,
+        fisher: str | None,
+        *,
+        default_fisher: str,
+        default_joint: bool = False,
+        default_ema: float | None = None,
     ) -> Estimation:
         """Return the same with a rule's argument `fisher`, and its defaults for what is None."""
         if fisher is None:
@@ -84,7 +89,10 @@ class Estimation:
         joint = self.joint
         if joint is None:
             joint = default_joint
-        return replace(self, fisher=fisher, joint=joint)
+        ema = self.ema
+        if ema is None:
+            ema = default_ema
+        return replace(self, fisher=fisher, joint=joint, ema=ema)
 
     def with_metric(self, likelihood: Any, metric: Any, **changes: Any) -> Estimation:
         """Return the same for the Fisher metric of a likelihood, or for a metric."""
@@ -312,6 +320,7 @@ class Rule(ABC):
         takes_head: whether it is for the last linear map too.
         rate: the share of the learning rate that it takes.
         estimation: how its statistics are estimated.
+        default_ema: the weight of the past in averages where `estimation` has none.
         others: the rule for parameters that it does not take, by default `AdamW()`.
         warmup: first steps that all take statistics and refresh; then gaps grow (`Schedule`).
         kl_clip: δ in η²·mᵀF̂m ≤ δ for the step ηm, None, or "auto" for 1e-3 unless a closure
@@ -338,6 +347,7 @@ class Rule(ABC):
     takes_head: bool = True
     rate: float = 1.0
     estimation: Estimation = Estimation()
+    default_ema: ClassVar[float] = 0.95
     others: Rule | None = None
     warmup: int = 0
     kl_clip: float | str | None = None
@@ -411,6 +421,12 @@ class Rule(ABC):
                 remedy = "Use a field for each tensor, and a tuple in the place of a list"
                 raise _make_class_error(type(self), why, remedy)
         return state
+
+    def find_ema(self) -> float:
+        """Return the weight of the past in averages of factors."""
+        if self.estimation.ema is None:
+            return self.default_ema
+        return self.estimation.ema
 
     # --- what may be overridden -------------------------------------------------------------------
 

@@ -117,7 +117,9 @@ class Eigenbasis(Rule):
         self.cuda_graph = cuda_graph
         if estimation is None:
             estimation = Estimation()
-        estimation = estimation.with_defaults(fisher, default_fisher="empirical")
+        estimation = estimation.with_defaults(
+            fisher, default_fisher="empirical", default_ema=self.default_ema
+        )
         self.estimation = estimation.with_metric(likelihood, metric)
         if others is None:
             others = AdamW(betas)

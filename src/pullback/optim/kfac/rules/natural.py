@@ -120,7 +120,9 @@ class Natural(Rule):
         self.warmup = warmup
         if estimation is None:
             estimation = Estimation()
-        estimation = estimation.with_defaults(fisher, default_fisher="mc", default_joint=True)
+        estimation = estimation.with_defaults(
+            fisher, default_fisher="mc", default_ema=self.default_ema, default_joint=True
+        )
         self.estimation = estimation.with_metric(likelihood, metric, measures_spectrum=ekfac)
         refuse_combinations(self.estimation, self.damping)
 
@@ -333,8 +335,8 @@ class Natural(Rule):
         assert isinstance(state, EigenState)
         assert state.spectrum is not None
         assert state.mass is not None
-        state.spectrum.lerp_(spectrum, 1 - self.estimation.ema)
-        state.mass.lerp_(torch.ones_like(state.mass), 1 - self.estimation.ema)
+        state.spectrum.lerp_(spectrum, 1 - self.find_ema())
+        state.mass.lerp_(torch.ones_like(state.mass), 1 - self.find_ema())
         state.scale.copy_(_invert_values(_remove_bias(state.spectrum, state.mass), damping))
 
     # --- gains, shifts and single entries ---------------------------------------------------------

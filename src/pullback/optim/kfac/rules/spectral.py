@@ -122,6 +122,7 @@ class Spectral(Rule):
     name: ClassVar = "spectral"
     reads: ClassVar = Statistics.INPUTS
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
+    default_ema: ClassVar = 0.8
     refreshes_together: ClassVar = True
     refreshed_entries: ClassVar = 2**25
 
@@ -150,10 +151,12 @@ class Spectral(Rule):
         self.takes_head = head
         self.cuda_graph = cuda_graph
         if estimation is None:
-            estimation = Estimation(ema=0.8)
+            estimation = Estimation()
         if others is None:
             others = AdamW(rate=0.5)
-        self.estimation = estimation
+        self.estimation = estimation.with_defaults(
+            None, default_fisher="mc", default_ema=self.default_ema
+        )
         self.others = others
 
     def init(self, shape: BlockShape) -> SpectralState:

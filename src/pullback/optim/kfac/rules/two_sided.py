@@ -77,10 +77,12 @@ class TwoSided(Spectral):
         others: Rule | None = None,
     ) -> None:
         if estimation is None:
-            estimation = Estimation(ema=0.8)
+            estimation = Estimation()
         if others is None:
             others = AdamW()
-        estimation = estimation.with_defaults(None, default_fisher="empirical")
+        estimation = estimation.with_defaults(
+            None, default_fisher="empirical", default_ema=self.default_ema
+        )
         super().__init__(
             momentum, adapt, damping=damping, agreement=agreement, head=head,
             cuda_graph=cuda_graph, others=others,
