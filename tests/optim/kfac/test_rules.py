@@ -629,6 +629,29 @@ def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None
     assert opt.kl_clip == clip
 
 
+#: what becomes of likelihood= and of damping= beside a rule that is given by its name
+SHORTCUTS = {
+    "natural": ("taken", "taken"),
+    "eigenbasis": ("taken", "refused"),
+    "spectral": ("ignored", "taken"),
+    "two-sided": ("taken", "taken"),
+    "adam": ("refused", "refused"),
+}
+
+
+@pytest.mark.parametrize("name", SHORTCUTS)
+def test_likelihood_and_damping_beside_the_name_of_a_rule(name: str) -> None:
+    values: dict[str, Any] = {"likelihood": nn.CrossEntropyLoss(reduction="sum"), "damping": 0.3}
+    plain = pb.KFAC(mlp(3, 4, 2), rule=name).rule
+    for (option, value), fate in zip(values.items(), SHORTCUTS[name], strict=True):
+        if fate == "refused":
+            with pytest.raises(pb.PullbackError, match=f"{option}= does not go with"):
+                pb.KFAC(mlp(3, 4, 2), rule=name, **{option: value})
+        else:
+            configured = pb.KFAC(mlp(3, 4, 2), rule=name, **{option: value}).rule
+            assert (repr(configured) != repr(plain)) == (fate == "taken")
+
+
 @pytest.mark.parametrize(
     ("first", "likelihood", "rule"),
     [

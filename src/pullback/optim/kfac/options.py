@@ -35,14 +35,6 @@ from .rules import (
 
 #: layers by which a transformer or a relative of it is known
 _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-#: rules by name
-_RULES: dict[str, Callable[..., Rule]] = {
-    "natural": Natural,
-    "eigenbasis": Eigenbasis,
-    "spectral": Spectral,
-    "two-sided": TwoSided,
-    "adam": AdamW,
-}
 #: what attributes of a rule must be
 _TYPES: dict[str, tuple[type, ...]] = {
     "defaults": (Defaults,),
@@ -52,6 +44,27 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 #: the bound of a KL clip that was not given
 _KL_CLIP = 1e-3
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A rule that `KFAC(rule=...)` takes by its name."""
+
+    make: Callable[..., Rule]
+    #: arguments of `KFAC` that its constructor takes
+    takes: tuple[str, ...] = ()
+    #: those that have no effect on it, so that they do no harm
+    ignores: tuple[str, ...] = ()
+
+
+#: rules by name; `Spectral` reads nothing of the outputs, so any likelihood goes with it
+_RULES: dict[str, NamedRule] = {
+    "natural": NamedRule(Natural, takes=("likelihood", "damping")),
+    "eigenbasis": NamedRule(Eigenbasis, takes=("likelihood",)),
+    "spectral": NamedRule(Spectral, takes=("damping",), ignores=("likelihood",)),
+    "two-sided": NamedRule(TwoSided, takes=("likelihood", "damping")),
+    "adam": NamedRule(AdamW),
+}
 
 
 @dataclass(frozen=True)
@@ -275,20 +288,14 @@ def _check_rule_object(rule: Any, shortcuts: dict[str, Any]) -> Rule:
 
 def _make_named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
     """Return the rule of this name with its shortcuts; raise for those that it does not have."""
-    make = _RULES[name]
-    names = {
-        "natural": ("likelihood", "damping"),
-        "eigenbasis": ("likelihood",),
-        "spectral": ("damping",),
-        "two-sided": ("likelihood", "damping"),
-        "adam": (),
-    }[name]
-    for option in shortcuts:
-        if option == "likelihood" and name == "spectral":
-            continue  # it reads nothing of the outputs, so that any likelihood goes with it
-        if option not in names:
-            raise _make_option_error(option, make())
-    return make(**{n: v for n, v in shortcuts.items() if n in names})
+    named_rule = _RULES[name]
+    options: dict[str, Any] = {}
+    for option, value in shortcuts.items():
+        if option in named_rule.takes:
+            options[option] = value
+        elif option not in named_rule.ignores:
+            raise _make_option_error(option, named_rule.make())
+    return named_rule.make(**options)
 
 
 def _make_option_error(option: str, rule: Rule) -> PullbackError:
