@@ -61,6 +61,7 @@ def make_report(
             "dtype": str(next(solution.network.parameters()).dtype),
             "setup": setup_name,
             "seed": seed,
+            "device": device,
             "options": {key: _to_json(value) for key, value in options.items()},
         },
         "result": {

@@ -219,8 +219,21 @@ def test_what_solve_leaves_is_on_the_page(tmp_path: Path) -> None:
     assert "Solved equations" in text
     assert "relative L² error" in text
     assert text.count("data-chart hidden") == 2
-    assert f"pullback solve poisson2d --seed 0 --out {tmp_path}" in text
+    assert f"pullback solve poisson2d --seed 0 --steps 2 --out {tmp_path}" in text
     assert "data:image/png" in text
+
+
+def test_the_command_that_repeats_a_solve_has_all_of_its_options(tmp_path: Path) -> None:
+    command = ["solve", "poisson2d", "--steps", "1", "--seconds", "9.5", "--seed", "3"]
+    assert CliRunner().invoke(app, [*command, "--out", str(tmp_path)]).exit_code == 0
+    record = tmp_path / "poisson2d-seed3.json"
+    content = json.loads(record.read_text())
+    assert content["config"]["device"] == "cpu"
+    content["config"]["device"] = "cuda:1"
+    record.write_text(json.dumps(content))
+    text = report.write(tmp_path)[0].read_text("utf-8")
+    expected = "pullback solve poisson2d --seed 3 --steps 1 --seconds 9.5 --device cuda:1 --out"
+    assert f"{expected} {tmp_path}" in text
 
 
 def test_committed_results_make_a_page(tmp_path: Path, records: Path) -> None:

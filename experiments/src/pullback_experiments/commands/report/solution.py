@@ -46,10 +46,6 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
             ["loss", _short(result["loss"])],
             *([k, _short(v)] for k, v in (result.get("unknowns") or {}).items()),
             ["stopped", result["stopped"]]]  # fmt: skip
-    setup = str(config.get("setup", name))  # a file's path, where one was solved
-    repeat_command = shlex.join(
-        ["pullback", "solve", setup, "--seed", str(config["seed"]), "--out", str(path.parent)]
-    )
     equation = ""
     if config.get("equation"):
         equation = f"<p>{text(config['equation'])}</p>"
@@ -61,7 +57,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         plots,
         render_figures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
-        command(repeat_command),
+        command(_make_command(path, config)),
         render_details(
             f"Environment and configuration, {path.relative_to(out)}",
             environments([state["environment"]]) + render_json(config),
@@ -81,6 +77,20 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         took=took,
         html=html,
     )
+
+
+def _make_command(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the command that goes on with the solve, or repeats it."""
+    setup = str(config.get("setup", config["name"]))  # a file's path, where one was solved
+    words = ["pullback", "solve", setup, "--seed", str(config["seed"])]
+    options = config.get("options", {})
+    for flag, name in (("--steps", "steps"), ("--seconds", "budget")):
+        if options.get(name) is not None:
+            words += [flag, str(options[name])]
+    device = str(config.get("device", "cpu"))
+    if device != "cpu":
+        words += ["--device", device]
+    return shlex.join([*words, "--out", str(path.parent)])
 
 
 def history(record: Mapping[str, Any]) -> list[Chart]:
