@@ -69,3 +69,26 @@ def test_a_plain_function_of_residuals_has_diagonal_blocks() -> None:
     losses = [opt.step(objective=objective) for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
     assert all("diagonal" in row.block for row in opt.coverage())
+
+
+@pytest.mark.parametrize("options", [{}, RULE], ids=["plain", "controlled"])
+def test_an_objective_that_is_not_finite_rejects_the_step(options: dict[str, Any]) -> None:
+    """It has no gradient; a step used to end in an AttributeError."""
+    model = nn.Linear(2, 1).double()
+    x = torch.ones(3, 2, dtype=torch.float64)
+    opt = kfac_of(model, lr=1.0, damping=1e-2, **options)
+
+    def objective(params: dict[str, Tensor]) -> Tensor:
+        return scale * functional_call(model, params, (x,))
+
+    scale = 1.0
+    opt.step(objective=objective)
+    before = [p.detach().clone() for p in model.parameters()]
+    scale = float("inf")
+    opt.step(objective=objective)
+    assert not opt.info.accepted
+    assert "the loss is inf" in opt.info.reason
+    assert all(map(torch.equal, before, model.parameters()))
+    scale = 1.0
+    opt.step(objective=objective)
+    assert opt.info.accepted

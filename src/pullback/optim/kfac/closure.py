@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def evaluate(problem: StepProblem | None, closure: Callable[[], Any] | None) -> 
     problem.evaluate()
     if isinstance(problem, ControlledClosure):
         return problem.returned
+    if not isfinite(problem.loss):
+        return problem.loss  # there is no gradient, and `KFAC` rejects the step
     pieces = problem.space.split(problem.gradient)
     for name, p in problem.params.items():
         p.grad = pieces[name].to(p.dtype).clone()

@@ -259,11 +259,15 @@ class Collocation:
         return find_nesting_reason(self.objective.terms)
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """Return the loss of the network as it is now; all times count alike."""
+    def loss(self, params: Mapping[str, Tensor] | None = None) -> float:
+        """Return the loss of the network as it is now, or with these parameters.
+
+        All times count alike.
+        """
         if self.objective is None:
             return float("nan")
-        params = self._detached_parameters()
+        if params is None:
+            params = self._detached_parameters()
         loss = 0.0
         for item in self._terms:
             z = item.term.map(params)

@@ -15,6 +15,7 @@ class StopReason(StrEnum):
     TOLERANCE_REACHED = "tolerance reached"
     BUDGET_SPENT = "budget spent"
     STEPS_REJECTED = "steps rejected"
+    DIVERGED = "diverged"
     LOSS_LEVEL = "loss level"
     ROUNDOFF_REACHED = "round-off reached"
     ALL_SLABS = "all slabs"
@@ -29,6 +30,10 @@ _SENTENCES = {
     StopReason.TOLERANCE_REACHED: "the tolerance {:g} was reached",
     StopReason.BUDGET_SPENT: "the budget of {:g} s is spent",
     StopReason.STEPS_REJECTED: "{:.0f} steps in a row could not lower the loss",
+    StopReason.DIVERGED: (
+        "the optimizer diverged within {:.0f} steps, and the network has the parameters of its "
+        "lowest loss again"
+    ),
     StopReason.LOSS_LEVEL: "the loss fell by less than 1 % in {:.0f} steps",
     StopReason.ROUNDOFF_REACHED: "round-off is reached, and {:.0f} steps changed the loss little",
     StopReason.ALL_SLABS: "all {:.0f} slabs of time were solved",

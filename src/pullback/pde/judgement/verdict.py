@@ -78,10 +78,17 @@ _DIFFERENCE_REMEDY = (
     "No continuous solution does both: make the values agree. A jump that is meant needs a "
     "singular function beside the network, or stays outside the domain"
 )
-_TINY_SOLUTION = (
-    "The solution is tiny beside the initial network: state the problem in units in which its "
-    "values are about 1"
-)
+#: what to do about runs that are stuck, where the reason of their end says it
+_REMEDIES_BY_REASON = {
+    StopReason.ROUNDOFF_REACHED: (
+        "The solution is tiny beside the initial network: state the problem in units in which its "
+        "values are about 1"
+    ),
+    StopReason.DIVERGED: (
+        "Give the optimizer a smaller learning rate, or leave optimizer= out: the natural gradient "
+        "takes no step that raises the loss"
+    ),
+}
 _DISAGREEMENT = (
     "Equations and measurements pull against each other. Give noisy Data(...) a smaller weight=; "
     "if the measurements are accurate, the equations do not describe them"
@@ -210,6 +217,8 @@ class PDEVerdict:
             if not self.reason:
                 return ""
             advice = "Compare two solutions by check(against=)"
+            if self.stop.reason is StopReason.DIVERGED:
+                advice = _REMEDIES_BY_REASON[self.stop.reason]
             return f"{self.reason}; no residual says how good it is. {advice}"
         pace = ""
         if self.ended_early and self.relative > self.exact:
@@ -333,8 +342,8 @@ class PDEVerdict:
             return self._precision_remedy
         if self.name is Outcome.CONVERGED:
             return self._improvement
-        if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
-            return f". {_TINY_SOLUTION}"
+        if self.name is Outcome.STALLED and self.stop.reason in _REMEDIES_BY_REASON:
+            return f". {_REMEDIES_BY_REASON[self.stop.reason]}"
         if self._is_torn_by_data:
             return f". {_DISAGREEMENT}"
         if self._conflict and self.name is not Outcome.OVERFITTED:
@@ -386,6 +395,8 @@ class PDEVerdict:
 
         A run that stalls, or that steps or budget end, says so unless its residuals are exact.
         """
+        if self.stop.reason is StopReason.DIVERGED:
+            return True
         if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL} or self._lost_parts:
             return True
         if self._is_below_noise:

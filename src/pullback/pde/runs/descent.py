@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...optim import StepInfo
 from .context import RunContext
 from .optimizer import make_optimizer, take_step
 from .point_moves import PointMoves
+
+#: final loss over that of the initial network, above which an optimizer has diverged: the first
+#: steps of Adam may raise a loss several times
+_DIVERGENT_GROWTH = 100.0
+
+
+@dataclass(frozen=True)
+class LowestLoss:
+    """The lowest loss that was seen, and the parameters that had it."""
+
+    loss: float
+    parameters: Mapping[str, Tensor]
 
 
 class Descent:
@@ -19,12 +35,15 @@ class Descent:
     Attributes:
         optimizer: of the steps to come.
         point_moves: moves points that the run overfits.
+        lowest: what an optimizer of the caller has reached, which may diverge; None before its
+            first step, and for the natural gradient, which rejects steps that raise the loss.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._dtype = next(context.trial.parameters()).dtype
         self.point_moves = PointMoves(context)
+        self.lowest: LowestLoss | None = None
         self.optimizer: Optimizer
         self.renew_optimizer()
 
@@ -53,15 +72,51 @@ class Descent:
         number = len(context.history)
         self._validate(number)
         objective = context.collocation.objective_at(number, double=self.is_short)
+        parameters_before: dict[str, Tensor] | None = None
+        if context.settings.method.optimizer is not None:
+            parameters_before = self._copy_parameters()
         info = take_step(self.optimizer, objective, context.trial, context.processes)
         device = next(context.trial.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = self._longest(time.perf_counter() - start)
-        if not info.accepted and "not finite" in info.reason:
+        if not info.accepted and "not finite" in info.reason and self.lowest is None:
             context.collocation.raise_not_finite(info.reason)
+        if parameters_before is not None:
+            self._keep_lowest(LowestLoss(info.loss, parameters_before))
         self._record(info, seconds)
         return info
+
+    def _keep_lowest(self, candidate: LowestLoss) -> None:
+        """Keep the parameters with the lowest loss."""
+        if self.lowest is None or candidate.loss < self.lowest.loss:
+            self.lowest = candidate
+
+    def has_diverged(self, initial: Mapping[str, Tensor]) -> bool:
+        """Return True if steps of the caller's optimizer led far above the initial loss.
+
+        Both losses are those at the present points, with the present weights.
+        """
+        if self.lowest is None:
+            return False
+        collocation = self._context.collocation
+        loss = collocation.loss()
+        if not math.isfinite(loss):
+            return True
+        return loss > _DIVERGENT_GROWTH * abs(collocation.loss(initial))
+
+    @torch.no_grad()
+    def return_to_lowest(self) -> None:
+        """Give the network the parameters of the lowest loss, and begin with a new optimizer."""
+        assert self.lowest is not None
+        parameters = dict(self._context.trial.named_parameters())
+        for name, value in self.lowest.parameters.items():
+            parameters[name].copy_(value)
+        self.renew_optimizer()
+
+    def _copy_parameters(self) -> dict[str, Tensor]:
+        trial = self._context.trial
+        return {name: p.detach().clone() for name, p in trial.named_parameters()}
 
     def move_points(self) -> None:
         """Gather points where residuals are large, and go on from there by long steps."""

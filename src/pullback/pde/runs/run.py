@@ -250,6 +250,7 @@ class Run:
                 if is_shown:
                     self._print_cost(line)
                 stop = self._step_until_stop(line, interruption, announce=announce)
+                stop = self._undo_divergence(stop)
             is_orderly = True
         finally:
             self._collocation.restore_precision()
@@ -276,12 +277,26 @@ class Run:
             if should_announce:
                 self._announce_cost(info, line)
                 should_announce = False
+            if not math.isfinite(info.loss):  # the natural gradient raises
+                return Stop(StopReason.DIVERGED, len(history))
             stop = self._find_request(info, interruption)
             if stop is not None:
                 return stop
             if self._file.is_due(history.spent):
                 self._file.save(self._collect_checkpoint_state)
                 self._file.start_clock(history.spent)
+
+    def _undo_divergence(self, stop: Stop) -> Stop:
+        """Return to the lowest loss where an optimizer of the caller has diverged, and say so."""
+        if stop.reason is StopReason.SIGNAL:
+            return stop
+        is_known = stop.reason is StopReason.DIVERGED
+        if not is_known and not self._descent.has_diverged(self._course.restarts.initial):
+            return stop
+        self._descent.return_to_lowest()
+        self.history.forget(len(self.history))
+        self._is_stuck = True
+        return Stop(StopReason.DIVERGED, len(self.history))
 
     def _find_stop(self) -> Stop | None:
         """Return why the run ends here; None if it goes on, for which the phase may change."""
@@ -352,7 +367,9 @@ class Run:
 
         A run that pauses keeps its present ones: it may be in the middle of another try.
         """
-        pace = self._measure_pace()
+        pace = 0.0
+        if stop.reason is not StopReason.DIVERGED:
+            pace = self._measure_pace()
         if not is_paused and self._course.restarts.return_to_best():
             self.history.forget(len(self.history))
             self._record_error()
