@@ -30,7 +30,7 @@ def test_steps_and_passes_to_the_same_loss() -> None:
     assert passes.holds  # 10·(1 + 5/3·19) = 327
     assert not small.holds
     head, row = verdict.list_rows(runs)
-    assert row == ["16", "20 of K-FAC", "0.01", "10", "2.250", "327", "80", "1280", "99"]
+    assert row == ["10×16", "20 of K-FAC", "2.250", "80", "327", "1280", "99"]
     assert len(head) == len(row)
 
 

@@ -163,19 +163,21 @@ def _join(lengths: Sequence[Length]) -> str:
 
 
 def list_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table of the first seed's comparisons, with a head."""
-    rows = [
-        ["batch", "inner solver", "rate", "steps", "loss", "passes", "ordinary", "passes", "small"]
-    ]
+    """Return a table of the first seed's comparisons, with a head.
+
+    The first column has the outer steps and the minibatches of each, the last three the passes of
+    the run, of ordinary steps and of steps on minibatches to the same loss.
+    """
+    rows = [["outer", "inner solver", "loss", "ordinary steps", "passes", "ordinary", "minibatch"]]
     comparisons = compare(runs)
     first = min((one.run["seed"] for one in comparisons), default=0)
     for one in comparisons:
         run = one.run
         if run["seed"] != first:
             continue
-        solver = f"{run['inner']} of {NAMES.get(run['method'], run['method'])}"
-        row = [str(run["minibatches"]), solver, f"{run['lr']:g}", str(run["outer"])]
-        row += [f"{run['final']:.3f}", f"{run['passes']:.0f}"]
-        row += [str(one.ordinary), str(one.ordinary_passes), str(one.small or "–")]
+        row = [f"{run['outer']}×{run['minibatches']}"]
+        row += [f"{run['inner']} of {NAMES.get(run['method'], run['method'])}"]
+        row += [f"{run['final']:.3f}", str(one.ordinary), f"{run['passes']:.0f}"]
+        row += [str(one.ordinary_passes), str(one.small or "–")]
         rows.append(row)
     return rows
