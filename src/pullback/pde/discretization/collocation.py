@@ -282,9 +282,19 @@ class Collocation:
     def raise_not_finite(self, reason: str) -> None:
         """Raise with the condition that is not finite, and where; any process may have found it."""
         params = self._detached_parameters()
+        largest = 0.0
         with self._processes.raise_together(), torch.no_grad():
             for item in self._terms:
                 _refuse_not_finite(item, params)
+                largest = max(largest, float(item.term.map(params).abs().max()))
+        largest = max(self._processes.gather_objects(largest))
+        limits = torch.finfo(next(iter(params.values())).dtype)
+        if 0 < largest < (limits.tiny / limits.eps) ** 0.5:
+            raise PullbackError(
+                "Residuals are so small that their squares vanish",
+                f"the largest one is {largest:.0e}, in {limits.dtype}",
+                "State the problem in units in which its solution and sources are about 1",
+            )
         raise PullbackError(
             "The loss has no finite gradient",
             f"the residuals are finite, but {reason}",

@@ -61,6 +61,8 @@ class SolutionThresholds:
     #: Helmholtz' and heat equations in four and five dimensions, and 2e3 to 8e4 for Laplace's with
     #: values on one face alone, which the smallest residuals do not determine
     largest_reach: float = 100.0
+    #: terms below this have squares that float64 cannot hold with all of its digits, √(tiny/ε)
+    smallest_size: float = 1e-146
 
 
 THRESHOLDS = SolutionThresholds()
@@ -211,6 +213,8 @@ class PDESolution:
         jump = find_jump(self.problem)
         if jump:
             return replace(self.verdict, jump=jump)
+        if not math.isfinite(self.verdict.relative):  # the network's values are not
+            return self.verdict
         residuals = self.residual
         return replace(
             self.verdict,
@@ -257,9 +261,12 @@ class PDESolution:
         """Return an estimate by a second discretization, by the tangents, or by both.
 
         The tangents do not see how an unstable equation amplifies errors. Where a coefficient
-        jumps the error is unknown.
+        jumps the error is unknown, and where squares of the terms vanish in float64.
         """
         affine = all(residual.affine for residual in residuals.values())
+        sizes = [residual.size for residual in residuals.values()]
+        if any(0 < size < THRESHOLDS.smallest_size for size in sizes):
+            return Estimate(math.nan, {}, affine)
         estimate = self._estimate_by_tangents(affine, most_parameters)
         if find_jump(self.problem):
             return replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)

@@ -33,12 +33,12 @@ class ValidationThresholds:
     size_points: int = 500
     #: axes of a Laplacian whose second derivatives are measured; the others are alike
     laplacian_axes: int = 8
-    #: a field counts at least as this share of the largest mean square: 1 % of the largest field;
-    #: below that its relative residual would be mostly noise
-    smallest_field: float = 1e-4
+    #: a field counts at least as this share of the largest: below that its relative residual would
+    #: be mostly noise
+    smallest_field: float = 1e-2
     #: a derivative counts at least as this share of that of a wave with the domain's own lengths:
-    #: four digits, as many as count as solved
-    smallest_derivative: float = 1e-4
+    #: four digits of mean squares, as many as count as solved
+    smallest_derivative: float = 1e-2
     #: share of the points with the largest residuals, by which these are called concentrated: 25 to
     #: 200 points, more than an accident
     few_points: float = 0.05
@@ -73,7 +73,7 @@ class Residual:
         return self.rms / self.size if self.size else 0.0
 
 
-#: mean squares of derivatives over the domain, by field and index; None is the Laplacian
+#: root mean squares of derivatives over the domain, by field and index; None is the Laplacian
 DerivativeSizes = dict[tuple[str, Index | None], float]
 
 
@@ -179,10 +179,13 @@ class Validation:
                 residuals = self.residuals(number)
         names = {c.name for c in self._problem.conditions if c.is_measured is is_measured}
         relative = [residual.relative for name, residual in residuals.items() if name in names]
-        return self._processes.broadcast_object(max(relative, default=default))
+        largest = max(relative, default=default)
+        if any(map(math.isnan, relative)):  # of residuals and terms that overflow
+            largest = math.inf
+        return self._processes.broadcast_object(largest)
 
     def _measure_derivatives(self, locals_: Iterable[LocalResidual]) -> DerivativeSizes:
-        """Return the mean squares over the domain of the derivatives that residuals ask for.
+        """Return the root mean squares over the domain of the derivatives that residuals ask for.
 
         That of the Laplacian is that of its terms, which may cancel. Where derivatives vanish, the
         field's own variation is their scale.
@@ -193,9 +196,9 @@ class Validation:
         derivatives = _MeasuredDerivatives(self._problem, self._trial, indices, self._seed)
         sizes: DerivativeSizes = {}
         for index in indices:
-            mean_squares = derivatives.mean_squares(index)
-            floor = THRESHOLDS.smallest_field * float(mean_squares.max())
-            values = mean_squares.clamp(min=floor).tolist()
+            by_field = derivatives.measure(index)
+            floor = THRESHOLDS.smallest_field * float(by_field.max())
+            values = by_field.clamp(min=floor).tolist()
             for name, value in zip(self._problem.fields, values, strict=True):
                 sizes[name, index] = value
         return sizes
@@ -217,22 +220,31 @@ class _MeasuredDerivatives:
         points = problem.domain.sample(THRESHOLDS.size_points, "sobol", seed=seed)
         channels = compute_derivatives(trial, points.x.to(parameter)[None], self._scheme)
         channels = channels.double()  # (T, 1, N, m)
-        self._mean_squares = channels.square().mean((1, 2))
-        self._variances = channels[self._scheme.position[()], 0].var(0)
+        self._sizes = root_mean_square(channels, (1, 2))
+        fields = channels[self._scheme.position[()], 0]
+        self._variation = root_mean_square(fields - fields.mean(0), 0)
         self._wavenumbers = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
 
-    def mean_squares(self, index: Index | None) -> Tensor:
-        """Return the mean square of a derivative of each field, (m,)."""
+    def measure(self, index: Index | None) -> Tensor:
+        """Return the root mean square of a derivative of each field, (m,)."""
         if index is not None:
             return self._bound_below(index)
-        total = torch.stack([self._bound_below(pair) for pair in self._pairs]).sum(0)
-        return len(self._space) / len(self._pairs) * total
+        terms = torch.stack([self._bound_below(pair) for pair in self._pairs])
+        return len(self._space) ** 0.5 * root_mean_square(terms, 0)
 
     def _bound_below(self, index: Index) -> Tensor:
-        """Return a mean square, at least a share of that of a wave as large as the field."""
-        wave = math.prod(self._wavenumbers[axis] ** 2 for axis in index)
-        least = THRESHOLDS.smallest_derivative * wave * self._variances
-        return torch.maximum(self._mean_squares[self._scheme.position[index]], least)
+        """Return a root mean square, at least a share of that of a wave as large as the field."""
+        wave = math.prod(self._wavenumbers[axis] for axis in index)
+        least = THRESHOLDS.smallest_derivative * wave * self._variation
+        return torch.maximum(self._sizes[self._scheme.position[index]], least)
+
+
+def root_mean_square(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return √mean(values²) along axes, also of numbers whose squares are not representable."""
+    largest = values.abs().amax(dim, keepdim=True)
+    is_usable = (largest > 0) & largest.isfinite()
+    unit = torch.where(is_usable, largest, torch.ones_like(largest))
+    return (unit * (values / unit).square().mean(dim, keepdim=True).sqrt()).squeeze(dim)
 
 
 def _measure_integral(
@@ -242,7 +254,7 @@ def _measure_integral(
     derivatives = local.differentiate(trial)
     integrand = local(derivatives)
     difference = abs(float((weights @ integrand).sum()) - value)
-    size = float((weights @ integrand.abs()).sum().square() + value**2) ** 0.5
+    size = math.hypot(float((weights @ integrand.abs()).sum()), value)
     return Residual(difference, difference, size, local.is_affine(derivatives))
 
 
@@ -254,28 +266,34 @@ def _measure_residual(
     Args:
         local: the residual as a function of derivatives.
         trial: whose derivatives these are.
-        sizes: mean squares of derivatives over the domain.
+        sizes: root mean squares of derivatives over the domain.
         x: its points, (N, d).
         names: of the coordinates.
     """
     derivatives = local.differentiate(trial)
     values, slopes = local.linearize(derivatives)
     source = values.clone()
-    squared_size = 0.0
+    term_sizes: list[float] = []
     for key, slope in slopes.items():
         _, name, index = key
         source -= slope * derivatives[key][:, None]
-        squared_size += float(slope.square().mean(0).sum()) * sizes[name, index]
-    squared_size += float(source.square().mean(0).sum())
-    squares = values.square().sum(1)
+        term_sizes.append(_measure_columns(slope) * sizes[name, index])
+    term_sizes.append(_measure_columns(source))
+    largest = float(values.abs().max())
+    squares = (values / (largest or 1.0)).square().sum(1)
     few = max(1, int(THRESHOLDS.few_points * len(squares)))
     total = max(float(squares.sum()), torch.finfo(torch.float64).tiny)
     worst_point = x[int(squares.argmax())].tolist()
     return Residual(
-        rms=float(squares.mean().sqrt()),
-        largest=float(values.abs().max()),
-        size=squared_size**0.5,
+        rms=_measure_columns(values),
+        largest=largest,
+        size=math.hypot(*term_sizes),
         affine=local.is_affine(derivatives),
         concentration=float(squares.topk(few).values.sum()) / total,
         largest_at=dict(zip(names, worst_point, strict=True)),
     )
+
+
+def _measure_columns(values: Tensor) -> float:
+    """Return the root of the mean square of each column of (N, R), added up over the columns."""
+    return values.shape[1] ** 0.5 * float(root_mean_square(values, (0, 1)))

@@ -78,6 +78,10 @@ _DIFFERENCE_REMEDY = (
     "No continuous solution does both: make the values agree. A jump that is meant needs a "
     "singular function beside the network, or stays outside the domain"
 )
+_TINY_RESIDUALS = (
+    "The squares of the residuals are too small for the network's precision: state the problem in "
+    "units in which its values are about 1"
+)
 #: what to do about runs that are stuck, where the reason of their end says it
 _REMEDIES_BY_REASON = {
     StopReason.ROUNDOFF_REACHED: (
@@ -342,8 +346,8 @@ class PDEVerdict:
             return self._precision_remedy
         if self.name is Outcome.CONVERGED:
             return self._improvement
-        if self.name is Outcome.STALLED and self.stop.reason in _REMEDIES_BY_REASON:
-            return f". {_REMEDIES_BY_REASON[self.stop.reason]}"
+        if self._remedy_of_end:
+            return f". {self._remedy_of_end}"
         if self._is_torn_by_data:
             return f". {_DISAGREEMENT}"
         if self._conflict and self.name is not Outcome.OVERFITTED:
@@ -351,6 +355,17 @@ class PDEVerdict:
         if self.concentrated and not self.ended_early:
             return f". {_CONCENTRATED_REMEDY}"
         return f". {_REMEDIES[self.name]}"
+
+    @property
+    def _remedy_of_end(self) -> str:
+        """Return what to do where a run ended far from a solution for a known reason, or ""."""
+        if self.name not in {Outcome.STALLED, Outcome.UNFINISHED}:
+            return ""
+        if self.training_loss == 0:  # and residuals are not
+            return _TINY_RESIDUALS
+        if self.name is Outcome.STALLED:
+            return _REMEDIES_BY_REASON.get(self.stop.reason, "")
+        return ""
 
     @property
     def _precision_remedy(self) -> str:
