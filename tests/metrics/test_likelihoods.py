@@ -18,8 +18,8 @@ from pullback.likelihoods import (
     Likelihood,
     Poisson,
 )
-from pullback.metrics import Fisher
-from pullback.testing import assert_close, check_factor, check_metric
+from pullback.metrics import Diagonal, Factor, Fisher
+from pullback.testing import assert_close, check_factor, check_likelihood, check_metric
 
 LIKELIHOODS: dict[str, Likelihood] = {
     "Categorical": Categorical(),
@@ -48,6 +48,112 @@ def matrix(likelihood: Likelihood, z: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_factor_laws(likelihood: Likelihood, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check_metric(Fisher(likelihood), logits(*shape).to(dtype))
+
+
+# --- the laws of a likelihood, for parts of others ---------------------------------------------
+
+CHECKED: dict[str, tuple[Likelihood, tuple[int, ...]]] = {
+    **{name: (likelihood, (3, 4)) for name, likelihood in LIKELIHOODS.items()},
+    "Categorical on axis 1": (Categorical(dim=1), (2, 3, 4)),
+    "Bernoulli with an event": (Bernoulli(event=1), (3, 4)),
+    "Poisson without an event axis": (Poisson(), (6,)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_laws_of_likelihoods(name: str, dtype: torch.dtype) -> None:
+    likelihood, shape = CHECKED[name]
+    check_likelihood(likelihood, logits(*shape).to(dtype))
+
+
+class LongMetric(Poisson):
+    def factor(self, z: Tensor) -> Factor:
+        return Diagonal(1.1 * (z / 2).exp())
+
+
+class OtherDraws(Gaussian):
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return 1.1 * super().sample(z, generator) - 0.1 * z
+
+
+class BiasedLoss(Bernoulli):
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().nll(z, y) + 0.1 * z
+
+
+class DoubledLoss(Poisson):
+    """Twice −log p with its moment of scores, as from draws at another temperature."""
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return 2 * super().nll(z, y)
+
+    def factor(self, z: Tensor) -> Factor:
+        return Diagonal(2 * (z / 2).exp())
+
+
+class OtherScore(Bernoulli):
+    def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return -0.9 * super().score(z, generator)
+
+
+class ScoreOfOneSign(Gaussian):
+    def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return super().score(z, generator).abs()
+
+
+class SummedLoss(Gaussian):
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().nll(z, y).sum()
+
+
+class GlobalDraws(MSE):
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return z + 0.5**0.5 * torch.randn_like(z)
+
+
+class LongScore(Gaussian):
+    def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return super().score(z, generator).double()
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "law"),
+    [
+        (LongMetric(), r"E\[∇nll\(z, y\) ∇nll\(z, y\)ᵀ\] = S Sᵀ.*got .* ± .* from 10000 draws"),
+        (OtherDraws(), r"E\[∇nll\(z, y\) ∇nll\(z, y\)ᵀ\] = S Sᵀ"),
+        (BiasedLoss(), r"E\[∇nll\(z, y\)\] = 0"),
+        (DoubledLoss(), r"E\[∇²nll\] = S Sᵀ"),
+        (OtherScore(), r"E\[score\(z\) score\(z\)ᵀ\] = S Sᵀ"),
+        (ScoreOfOneSign(), r"E\[score\(z\)\] = 0"),
+        (SummedLoss(), r"a value for each of samples\(z\): got 1 for 50000"),
+        (GlobalDraws(), "sample draws from the generator"),
+        (LongScore(), r"the shape and dtype of z: .*float64"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_wrong_likelihoods_are_found(likelihood: Likelihood, law: str) -> None:
+    with pytest.raises(AssertionError, match=law):
+        check_likelihood(likelihood, logits(5, 3).float())
+
+
+def test_a_loss_without_second_derivatives() -> None:
+    """Laplace's ½exp(−|y − z|): scores are signs, and ∇²nll is zero almost everywhere."""
+
+    class Laplace(Likelihood):
+        def factor(self, z: Tensor) -> Factor:
+            return Diagonal(torch.ones_like(z))
+
+        def nll(self, z: Tensor, y: Tensor) -> Tensor:
+            return (y - z).abs()
+
+        def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+            uniform = torch.rand(z.shape, generator=generator, dtype=z.dtype) - 0.5
+            return z - uniform.sign() * (1 - 2 * uniform.abs()).log()
+
+    check_likelihood(Laplace(), logits(4, 2), is_smooth=False)
+    with pytest.raises(AssertionError, match="∇²nll"):
+        check_likelihood(Laplace(), logits(4, 2))
 
 
 # --- S Sᵀ in closed form ---------------------------------------------------------------------

@@ -173,7 +173,7 @@ def _check_batches(factor: Factor, r: Tensor, v: Tensor, tol: float) -> None:
 
 def _check_covectors(factor: Factor, z: Tensor, r: Tensor, tol: float) -> None:
     covectors = factor.covectors(z)
-    combined = torch.einsum("rn...,nr->n...", covectors, r.flatten(1))
+    combined = torch.einsum("rn...,nr->n...", covectors, r.reshape(len(r), -1))
     assert_close(combined, factor.apply(r), tol, "Σ r_k covector_k = S r")
 
 
