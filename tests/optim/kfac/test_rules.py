@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -411,12 +412,9 @@ class Tied(nn.Module):
         return self.head(self.norm(h + torch.tanh(self.inner(h)))).mean(1)
 
 
-@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+@pytest.mark.parametrize("rule", RULES)
 def test_transposed_convolutions_follow_as_convolutions_of_the_transpose_do(rule: str) -> None:
-    """With windows of one pixel both are the same map, also in groups.
-
-    To the two-sided rule the rows of a weight, which it gives one length, are those that it has.
-    """
+    """With windows of one pixel both are the same map, also in groups."""
     layers: list[Any] = [nn.Conv2d(6, 8, 1, groups=2), nn.ConvTranspose2d(6, 8, 1, groups=2)]
     grouped = layers[0].weight.detach().view(2, 4, 3)
     layers[1].weight.data = grouped.mT.reshape(6, 4, 1, 1).contiguous()
@@ -435,6 +433,51 @@ def test_transposed_convolutions_follow_as_convolutions_of_the_transpose_do(rule
             model(x).square().mean().backward()
             opt.step()
         assert opt.coverage()[2].rule == rule
+        outputs.append(model(x).detach())
+    assert_close(outputs[0], outputs[1], 1e-8)
+
+
+class Tiles(nn.Module):
+    """A transposed convolution whose windows of k² pixels do not overlap, as a linear layer."""
+
+    def __init__(self, convolution: nn.ConvTranspose2d) -> None:
+        super().__init__()
+        inputs, self.outputs, self.width, _ = convolution.weight.shape
+        self.linear = nn.Linear(inputs, self.outputs * self.width**2, bias=False)
+        self.linear.weight.data = convolution.weight.detach().flatten(1).mT.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiles = self.linear(x.movedim(1, -1)).unflatten(-1, (self.outputs, self.width, self.width))
+        n, rows, columns = tiles.shape[:3]
+        pixels = tiles.permute(0, 3, 1, 4, 2, 5)
+        return pixels.reshape(n, self.outputs, rows * self.width, columns * self.width)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Eigenbasis, partial(Spectral, agreement=False), partial(TwoSided, agreement=False)],
+    ids=["eigenbasis", "spectral", "two-sided"],
+)
+@pytest.mark.parametrize("channels", [(5, 3), (3, 5)], ids=str)
+def test_transposed_convolutions_follow_as_linear_layers_do(
+    make: Callable[[], Rule], channels: tuple[int, int]
+) -> None:
+    """Rows are channels and pixels of the output, columns are channels of the input."""
+    convolution = nn.ConvTranspose2d(*channels, 2, stride=2, bias=False)
+    first = nn.Conv2d(3, channels[0], 1)
+    head = nn.Conv2d(channels[1], 2, 1)
+    x = torch.empty(0)
+    outputs = []
+    for layer in (convolution, Tiles(convolution)):
+        model = nn.Sequential(first, nn.Tanh(), layer, nn.Tanh(), head)
+        model = copy.deepcopy(model)
+        opt = pb.KFAC(model, 0.02, rule=make(), statistics_every=1, invert_every=1)
+        for number in range(4):
+            x = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(number))
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+        assert opt.coverage()[2].rule == opt.rule.name
         outputs.append(model(x).detach())
     assert_close(outputs[0], outputs[1], 1e-8)
 

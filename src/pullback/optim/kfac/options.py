@@ -126,6 +126,11 @@ class Options:
         return bool(self.rule.estimation.joint)
 
     @property
+    def has_output_rows(self) -> bool:
+        """Whether the rows of a block are always a layer's outputs."""
+        return self.rule.distinguishes_sides
+
+    @property
     def measures_spectrum(self) -> bool:
         """Whether second moments of the gradient are measured in bases of the rule."""
         return self.rule.estimation.measures_spectrum

@@ -317,6 +317,9 @@ class Rule(ABC):
             of a sharded parameter are treated where they are.
         squares_gradients: whether it squares gradients: a step is rejected beforehand where squares
             would overflow. For other rules directions are checked.
+        distinguishes_sides: whether rows and columns are treated differently. Then the rows of a
+            block are a layer's outputs, also where the layer holds its weight as (inputs, outputs);
+            they are so for all rules that read inputs alone.
         takes_head: whether it is for the last linear map too.
         rate: the share of the learning rate that it takes.
         estimation: how its statistics are estimated.
@@ -343,6 +346,7 @@ class Rule(ABC):
     is_elementwise: ClassVar[bool] = False
     squares_gradients: ClassVar[bool] = True
     can_rescale: ClassVar[bool] = False
+    distinguishes_sides: ClassVar[bool] = False
     cuda_graph: bool = False
     takes_head: bool = True
     rate: float = 1.0

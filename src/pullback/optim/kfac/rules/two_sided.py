@@ -61,6 +61,7 @@ class TwoSided(Spectral):
 
     name: ClassVar = "two-sided"
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
+    distinguishes_sides: ClassVar = True
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
 
     def __init__(

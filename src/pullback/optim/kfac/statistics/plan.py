@@ -44,9 +44,18 @@ class LayerUse:
         return self.names.get("bias")
 
 
-def make_layer_use(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
-    """Return a module's use of its parameters."""
-    return LayerUse(names, layer.curvature, layer.joint, layer.form(module), layer.is_transposed)
+def make_layer_use(
+    layer: Layer, module: nn.Module, names: Names, *, has_output_rows: bool
+) -> LayerUse:
+    """Return a module's use of its parameters.
+
+    With `has_output_rows` a weight whose rows belong to inputs, as those of a transposed
+    convolution do, is given as its transpose. An embedding's, which may be large, stays as it is.
+    """
+    is_transposed = layer.is_transposed
+    if has_output_rows and layer.input_first and not layer.one_hot:
+        is_transposed = True
+    return LayerUse(names, layer.curvature, layer.joint, layer.form(module), is_transposed)
 
 
 def find_conflicting_forms(uses: Sequence[LayerUse]) -> dict[str, str]:

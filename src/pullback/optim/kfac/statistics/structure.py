@@ -360,9 +360,12 @@ class BlockStructure:
         Where there are such, the model's layers listen to functions from the next pass on.
         """
         entries = descent.forward.record.entries
-        uses = [make_layer_use(e.layer, e.module, e.names) for e in entries] + list_map_uses(
-            replays
-        )
+        has_output_rows = self._options.has_output_rows
+        uses = [
+            make_layer_use(e.layer, e.module, e.names, has_output_rows=has_output_rows)
+            for e in entries
+        ]
+        uses += list_map_uses(replays)
         remarks = {
             **describe_function_uses(entries),
             **replays.describe_omissions(),
