@@ -65,12 +65,12 @@ def test_an_energy_that_diverges_is_warned_of() -> None:
 
 def test_a_run_that_diverged_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint": tmp_path / "run.pt"}
-    network = pde.mlp(1, 4, 1, seed=0)
+    first_network = pde.mlp(1, 4, 1, seed=0)
     with pytest.warns(UserWarning, match="diverged"):
-        first = solve(POISSON, network, steps=4, optimizer=MAKERS["to infinity"], **options)
-    again = pde.mlp(1, 4, 1, seed=1)
+        first = solve(POISSON, first_network, steps=4, optimizer=MAKERS["to infinity"], **options)
+    second_network = pde.mlp(1, 4, 1, seed=1)
     with pytest.warns(UserWarning, match="diverged"):
-        second = solve(POISSON, again, steps=6, optimizer=MAKERS["to infinity"], **options)
+        second = solve(POISSON, second_network, steps=6, optimizer=MAKERS["to infinity"], **options)
     assert second.loss == first.loss
     assert len(second.history) > len(first.history)
 

@@ -70,32 +70,32 @@ def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
-    return [Muon(hidden(model), lr, **options), rest]
+    adamw_for_rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [Muon(hidden(model), lr, **options), adamw_for_rest]
 
 
 def normuon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """NorMuon for hidden matrices, in stacks."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
-    return [NorMuon(hidden(model), lr, **options), rest]
+    adamw_for_rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [NorMuon(hidden(model), lr, **options), adamw_for_rest]
 
 
 def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
     options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
     share = options.pop("rest", 1.0)
-    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
-    return [torch.optim.Muon(hidden(model), lr, **options), rest]
+    adamw_for_rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [torch.optim.Muon(hidden(model), lr, **options), adamw_for_rest]
 
 
 def soap(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """SOAP for hidden matrices."""
     options = {"weight_decay": _DECAY, **settings}
     share = options.pop("rest", 1.0)
-    rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
-    return [SOAP(hidden(model), lr, **options), rest]
+    adamw_for_rest = _make_adamw_for_rest(model, share * lr, options["weight_decay"])
+    return [SOAP(hidden(model), lr, **options), adamw_for_rest]
 
 
 def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
