@@ -10,6 +10,7 @@ from pullback.grams.kronecker import roots
 from pullback.grams.kronecker.roots import (
     _LAST_POLYNOMIAL,
     _POLYNOMIALS,
+    Route,
     inverse_root,
     polar,
     turn_bases,
@@ -79,6 +80,27 @@ def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -
     assert float((quintic(_LAST_POLYNOMIAL, x) - 1).abs().max()) < 0.09
 
 
+# --- routes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fine", "route"),
+    [
+        ((15, 40), torch.float32, False, Route.EIGH),
+        ((16, 16), torch.float32, False, Route.PRODUCTS),
+        ((500, 192), torch.float32, False, Route.PRODUCTS),
+        ((193, 193), torch.float32, False, Route.EIGH),
+        ((64, 64), torch.float32, True, Route.EIGH),
+        ((64, 64), torch.float64, False, Route.EIGH),
+        ((64, 64), torch.bfloat16, False, Route.EIGH),
+    ],
+)
+def test_a_cpu_takes_products_of_small_float32_matrices(
+    shape: tuple[int, int], dtype: torch.dtype, fine: bool, route: Route
+) -> None:
+    assert roots._choose_route(torch.empty(1, *shape, dtype=dtype), fine=fine) is route
+
+
 # --- polar factors ------------------------------------------------------------------------------
 
 
@@ -87,7 +109,7 @@ def test_products_in_half_precision_give_polar_factors(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, one polynomial after the other or several composed for long sides."""
-    monkeypatch.setattr(roots, "_prefers_products", lambda x: True)
+    monkeypatch.setattr(roots, "_choose_route", lambda x: Route.HALF_PRODUCTS)
     u, _, vt = torch.linalg.svd(normal(2, *shape), full_matrices=False)
     values = torch.logspace(0, -4, u.shape[-1], dtype=DOUBLE)
     x = (u * values) @ vt
@@ -99,6 +121,38 @@ def test_products_in_half_precision_give_polar_factors(
     assert float((large - 1).abs().max()) < POLAR + 0.005
     assert float(torch.linalg.matrix_norm(out.double(), 2).max()) < 1 + POLAR + 0.02
     assert not polar(1e-30 * x.float()).any()
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (24, 96), (96, 24), (50, 60), (192, 300)])
+@pytest.mark.parametrize("condition", [30.0, 1e4, 1e8])
+def test_products_of_small_matrices_give_polar_factors(
+    shape: tuple[int, int], condition: float
+) -> None:
+    """To the round-off of the Gram matrix, which has the squares of singular values."""
+    u, _, vt = torch.linalg.svd(normal(2, *shape), full_matrices=False)
+    values = spread_eigenvalues(u.shape[-1], condition)
+    out = polar(((u * values) @ vt).float())
+    assert out.dtype == torch.float32
+    inner = u.mT @ out.double() @ vt.mT
+    diagonal = inner.diagonal(dim1=1, dim2=2)
+    is_large = values > 1e-3 * torch.linalg.vector_norm(values)
+    assert float((diagonal[:, is_large] - 1).abs().max()) < POLAR
+    torch.testing.assert_close(inner, torch.diag_embed(diagonal), rtol=0, atol=0.004)
+    assert float(torch.linalg.matrix_norm(out.double(), 2).max()) < 1 + POLAR
+
+
+def test_products_bear_zeros_low_rank_and_any_scale() -> None:
+    x = (normal(4, 20, 3) @ normal(4, 3, 30, seed=1)).float()
+    want = polar(x[3:])
+    x[0] = 0
+    x[1] *= 1e-9
+    x[2] *= 1e9
+    factors = polar(x)
+    assert not factors[0].any()
+    torch.testing.assert_close(factors[3:], want, rtol=0, atol=1e-4)
+    values = torch.linalg.svdvals(factors[1:].double())
+    assert float((values[:, :3] - 1).abs().max()) < POLAR
+    assert float(values[:, 3:].max()) < 0.01
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (9, 4), (4, 9), (1, 7), (7, 1), (1, 1)])
@@ -127,14 +181,17 @@ def test_the_bound_holds_to_a_thousandth_of_the_norm() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_matrix_that_is_not_finite_does_not_disturb_others(value: float) -> None:
+@pytest.mark.parametrize("route", [Route.EIGH, Route.PRODUCTS])
+def test_a_matrix_that_is_not_finite_does_not_disturb_others(value: float, route: Route) -> None:
     """No exception: a step on a GPU finds out later that it was void."""
     x = normal(2, 4, 6)
+    if route is Route.PRODUCTS:
+        x = normal(2, 20, 30).float()
     want = polar(x[1:])
     x[0, 2, 3] = value
     factors = polar(x)
     assert not torch.isfinite(factors[0]).all()
-    torch.testing.assert_close(factors[1:], want)
+    torch.testing.assert_close(factors[1:], want, rtol=1e-4, atol=1e-5)
 
 
 def test_zeros_stay_zeros_beside_others() -> None:
@@ -176,6 +233,22 @@ def test_roots_are_those_of_eigh(n: int, condition: float, damping: float) -> No
     error = torch.linalg.matrix_norm(root - want, 2) / torch.linalg.matrix_norm(want, 2)
     assert float(error.max()) < 0.006
     torch.testing.assert_close(root, root.mT, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [16, 65, 192])
+@pytest.mark.parametrize("condition", [1e1, 1e6])
+def test_roots_by_products_are_those_of_eigh(n: int, condition: float) -> None:
+    """In float32, beside a factor without statistics and one that is not finite."""
+    side = spd(n, condition, batch=3)
+    side[1] = 0
+    side[2, 0, 1] = torch.nan
+    root, is_accurate = inverse_root(side.float(), 0.2)
+    assert is_accurate.tolist() == [True, True, False]
+    want = by_eigh(side[:1], 0.2)
+    error = torch.linalg.matrix_norm(root[:1] - want, 2) / torch.linalg.matrix_norm(want, 2)
+    assert float(error) < 0.006
+    torch.testing.assert_close(root[1].double(), torch.eye(n, dtype=DOUBLE), rtol=0, atol=0.006)
+    torch.testing.assert_close(root[0], root[0].mT, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])

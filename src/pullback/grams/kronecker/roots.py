@@ -3,14 +3,15 @@ r"""Polar factors, inverse square roots and eigenbases of stacked matrices.
 An `eigh` of a large matrix takes longer than many training steps on a GPU. What direction rules
 need costs less there: polynomials of the matrix for a polar factor and an inverse root, and a small
 rotation of the last eigenbasis for the next one. Products of float32 matrices are in half precision
-with float32 sums, split in two parts where that is not enough. On a CPU an `eigh` costs about as
-much as ten products, and roots and polar factors are exact by it.
+with float32 sums, split in two parts where that is not enough. On a CPU polynomials take less time
+than an `eigh` for small float32 matrices alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,12 @@ class Thresholds:
     #: applied. For sides m ≤ n it takes 8m²n + 28m³ operations instead of 20m²n + 10m³. Three in
     #: a row are as many as float16 bears: smallest singular values would be lost in T's round-off.
     long_side: float = 1.5
+    #: sides of matrices for which a CPU takes products. On one core of a Xeon with AVX-512 polar
+    #: factors of one matrix and of four take 0.21 and 0.22 ms of 0.17 and 0.26 by `eigh` at a side
+    #: of 16, 0.30 and 0.59 of 0.52 and 1.54 at 64, 0.85 and 2.9 of 1.4 and 5.0 at 128, 2.8 and 9.7
+    #: of 3.1 and 11.1 at 192, 6.8 and 27.8 of 7.6 and 21.5 at 256. Longer rows change little.
+    least_product_side: int = 16
+    most_product_side: int = 192
     #: rows of bases that are turned together with others: operations on larger ones take longer
     #: than their launch
     joint_turn: int = 128
@@ -60,19 +67,48 @@ class Thresholds:
 _THRESHOLDS = Thresholds()
 
 
-def _prefers_products(x: Tensor) -> bool:
-    """Return True on a GPU, unless float64 is to be exact."""
-    return x.is_cuda and x.dtype != torch.float64
+class Route(Enum):
+    """How polar factors, inverse roots and rotations of bases are found."""
+
+    #: by an `eigh`, to the round-off of the dtype
+    EIGH = "eigh"
+    #: by polynomials of float32 matrices
+    PRODUCTS = "products"
+    #: by polynomials of float16 matrices, with sums in float32
+    HALF_PRODUCTS = "half products"
+
+
+def _choose_route(x: Tensor, *, fine: bool = False) -> Route:
+    """Return the fastest route for X, (B, m, n), that is accurate enough.
+
+    Polynomials leave singular values of 1 ± 0.13 in a polar factor and an error of 0.6 % in a root.
+    Where a root is to be `fine`, a CPU takes the `eigh`, which bears any condition.
+    """
+    if x.dtype == torch.float64:
+        return Route.EIGH
+    if x.is_cuda:
+        return Route.HALF_PRODUCTS
+    side = min(x.shape[-2:])
+    is_small = _THRESHOLDS.least_product_side <= side <= _THRESHOLDS.most_product_side
+    if x.dtype == torch.float32 and is_small and not fine:
+        return Route.PRODUCTS
+    return Route.EIGH
 
 
 def polar(x: Tensor) -> Tensor:
     r"""Return approximate polar factors UVᵀ of X = USVᵀ, (B, m, n).
 
-    Singular values above 10⁻³‖X‖ become 1 (on a GPU 1 ± 0.13, with products and the result in
-    float16), smaller ones less than that. A matrix of zeros stays one.
+    Singular values above 10⁻³‖X‖ become 1, or 1 ± 0.13 by products, smaller ones less than that. On
+    a GPU products and the result are in float16. A matrix of zeros stays one.
     """
-    if not _prefers_products(x):
-        return _exact_polar(x)
+    route = _choose_route(x)
+    if route is Route.HALF_PRODUCTS:
+        return _half_polar(x)
+    return _gram_polar(x, route)
+
+
+def _half_polar(x: Tensor) -> Tensor:
+    """Return polar factors by products in float16."""
     norm_dtype = x.dtype
     if x.dtype in (torch.float16, torch.bfloat16):
         norm_dtype = torch.float32
@@ -112,22 +148,32 @@ def _compose_polynomials(gram: Tensor, polynomials: Sequence[tuple[float, float,
     return total
 
 
-def _exact_polar(x: Tensor) -> Tensor:
-    """Return (XXᵀ)^(-½) X, or X (XᵀX)^(-½) where that is smaller, by `eigh`."""
+def _gram_polar(x: Tensor, route: Route) -> Tensor:
+    """Return (XXᵀ)^(-½) X, or X (XᵀX)^(-½) where that is smaller."""
     dtype = x.dtype
     if dtype in (torch.float16, torch.bfloat16):  # `eigh` does not know them
-        return _exact_polar(x.float()).to(dtype)
-    if x.shape[-2] > x.shape[-1]:
-        return _exact_polar(x.mT).mT
+        return _gram_polar(x.float(), route).to(dtype)
     tiny = torch.finfo(dtype).tiny ** 0.5
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
+    rows, columns = x.shape[-2:]
+    if rows > columns:
+        return x @ _invert_root_of_gram(x.mT @ x, route)
+    return _invert_root_of_gram(x @ x.mT, route) @ x
+
+
+def _invert_root_of_gram(gram: Tensor, route: Route) -> Tensor:
+    """Return G^(-½) of matrices of norm 1 at most; eigenvalues below 10⁻⁶ are not amplified more.
+
+    Polynomials are all composed: float32 loses 0.001 of singular values of 10⁻³, an `eigh` 0.02.
+    """
+    if route is Route.PRODUCTS:
+        return _compose_polynomials(gram, _POLYNOMIALS)
     # `eigh` raises for a matrix that is not finite. A step that turns out to be void brings such
     # ones, and its flag is read later; the result is not finite either, since X is not.
-    gram = torch.nan_to_num(x @ x.mT, nan=0.0, posinf=0.0, neginf=0.0)
+    gram = torch.nan_to_num(gram, nan=0.0, posinf=0.0, neginf=0.0)
     values, vectors = torch.linalg.eigh(gram)
     roots = values.clamp(min=_THRESHOLDS.least_singular_value**2).rsqrt()
-    root = (vectors * roots[..., None, :]) @ vectors.mT
-    return root @ x
+    return (vectors * roots[..., None, :]) @ vectors.mT
 
 
 class InverseRoots(NamedTuple):
@@ -145,7 +191,8 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> Inver
         T = ZY,   P = a + bT + cT²,   Y ← YP,   Z ← PZ,
 
     from Y = A = (C + c)/‖C + c‖ and Z = 1, with the polynomials of `polar` in the square root. On a
-    GPU products keep 11 bits, or 22 of them if they are to be `fine`; on a CPU it is an `eigh`.
+    GPU products keep 11 bits, or 22 of them if they are to be `fine`. On a CPU large, `fine` and
+    float64 ones are by `eigh`.
     """
     tiny = torch.finfo(factor.dtype).tiny
     mean = factor_matrix.diagonal(factor).mean(-1).clamp(min=tiny)
@@ -153,7 +200,8 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> Inver
     if factor_matrix.is_diagonal(factor):
         out = (1 + factor / damping).rsqrt()
         return InverseRoots(out, torch.isfinite(out).all(-1))
-    if not _prefers_products(factor):
+    route = _choose_route(factor, fine=fine)
+    if route is Route.EIGH:
         return _exact_inverse_root(factor, damping)
     y = factor_matrix.add_identity(factor, torch.full_like(mean, damping), overwrite=True)
     norm = torch.linalg.matrix_norm(y, keepdim=True)
@@ -161,7 +209,7 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> Inver
     multiply = torch.bmm
     if fine:
         multiply = _fine_product
-    elif y.dtype == torch.float32:
+    elif route is Route.HALF_PRODUCTS and y.dtype == torch.float32:
         y = y.half()
     first, *others = _POLYNOMIALS
     if factor.shape[-1] <= _THRESHOLDS.small_condition * damping:  # a bound of the condition
@@ -269,7 +317,7 @@ def turn_basis(factor: Tensor, basis: Tensor) -> BasisTurn:
     k = (k - k.mT).div_(2)
     angle = _THRESHOLDS.angle
     k *= (angle / _estimate_norm(k).clamp(min=angle))[:, None, None]
-    if not _prefers_products(k):
+    if _choose_route(k) is not Route.HALF_PRODUCTS:
         rotation = _cayley_transform(k)
         new_basis = basis @ rotation
         # round-off would let lengths drift by 1e-4 in 200 turns; angles do not drift
