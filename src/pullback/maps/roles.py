@@ -55,6 +55,10 @@ class Role(StrEnum):
     VECTOR = "vector"
 
 
+#: roles of weights whose outputs are followed
+_MATRIX_ROLES = (Role.MATRIX, Role.CONVOLUTION, Role.EXPERTS)
+
+
 @dataclass(frozen=True)
 class ParameterRole:
     """The role of one parameter.
@@ -71,6 +75,7 @@ class ParameterRole:
         reason: what shows the role, in words.
         is_used: whether the forward pass used the parameter.
         is_computed_from: whether a layer's weight is computed from it, so that it has no block.
+        is_normalized: whether its length has no effect, because all that it gives is normalized.
     """
 
     name: str
@@ -80,6 +85,7 @@ class ParameterRole:
     reason: str
     is_used: bool = True
     is_computed_from: bool = False
+    is_normalized: bool = False
 
 
 def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
@@ -134,6 +140,7 @@ def assign_roles(
     inner_roles = _find_inner_roles(record)
     heads = _find_heads(record, result)
     row_sets = record.outputs.collect_parts()
+    normalized = record.outputs.list_normalized_weights()
     computed: dict[str, ComputedWeight] = {}
     for weight in record.outputs.computed:
         computed |= dict.fromkeys(weight.parameters, weight)
@@ -156,6 +163,8 @@ def assign_roles(
             role = by_module.describe_unknown(name, parameter, unknown[name])
         else:
             role = by_module.describe_unused(name, parameter)
+        if name in normalized and role.role in _MATRIX_ROLES:
+            role = replace(role, is_normalized=True)
         roles.append(role)
     return roles
 

@@ -27,6 +27,8 @@ class RoleRow:
         shape: of the parameter.
         split_axis: the axis of the parameter that counts rows, that is outputs of its matrices.
         reason: what shows the role.
+        is_normalized: whether the length of a weight has no effect, because all that it gives is
+            normalized, as that of a convolution before a batch norm.
     """
 
     name: str
@@ -36,6 +38,7 @@ class RoleRow:
     shape: tuple[int, ...]
     split_axis: int
     reason: str
+    is_normalized: bool = False
 
 
 class RoleTable(tuple[RoleRow, ...]):
@@ -96,6 +99,7 @@ def parameter_roles(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Ro
             shape=shapes[role.name],
             split_axis=role.split_axis,
             reason=role.reason,
+            is_normalized=role.is_normalized,
         )
         rows.append(row)
     return RoleTable(rows)

@@ -94,13 +94,14 @@ class TableWriter:
         a device the row has no text, as of frozen parameters, which they leave out.
         """
         role = self._roles.get(name)
-        row: dict[str, Any] = {"role": _NONE, "axis": 0, "used": 0}
+        row: dict[str, Any] = {"role": _NONE, "axis": 0, "used": 0, "normalized": 0}
         split: tuple[int, ...] = ()
         if role is not None:
             split = role.split
             row["role"] = _ROLE_NUMBERS[role.role]
             row["axis"] = role.split_axis
             row["used"] = int(role.is_used)
+            row["normalized"] = int(role.is_normalized)
         row |= {"kind": _NONE, "partner": _NONE, "bias": 0, "transposed": 0}
         if key is not None:
             row["kind"] = _KIND_NUMBERS[key.kind]
@@ -136,7 +137,10 @@ def _read_role(
     if split and prod(p.shape) % sum(split):
         size = "×".join(map(str, p.shape))
         raise make_foreign_error(f"{name} had matrices of {split} rows, and is {size} now")
-    return ParameterRole(name, role, split, numbers["axis"], "", bool(numbers["used"]))
+    return ParameterRole(
+        name, role, split, numbers["axis"], "",
+        is_used=bool(numbers["used"]), is_normalized=bool(numbers["normalized"]),
+    )  # fmt: skip
 
 
 def _read_key(name: str, numbers: Mapping[str, int], names: Sequence[str]) -> BlockKey | None:
