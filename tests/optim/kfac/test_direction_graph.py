@@ -185,16 +185,21 @@ def test_a_refused_capture_lets_steps_run_eagerly(
     torch.testing.assert_close(actual, want)
 
 
+class OwnSpectral(Spectral):
+    """A subclass, whose direction may do what a graph cannot hold."""
+
+
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [
-        (Spectral(), torch.float32),
+        (Spectral(cuda_graph=False), torch.float32),
+        (OwnSpectral(), torch.float32),
         (AdamW(), torch.float32),
         (Spectral(cuda_graph=True), torch.float64),
     ],
 )
 def test_what_is_not_captured(rule: Any, dtype: torch.dtype, counts: Counts) -> None:
-    """What does not ask for it, and float64."""
+    """What does not ask for it, a subclass, and float64."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 2)).to(dtype)
     optimizer = pb.KFAC(model, 1e-3, rule=rule)
     x = torch.randn(9, 3, dtype=dtype)

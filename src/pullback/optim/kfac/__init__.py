@@ -10,7 +10,17 @@ from ..._core.lazy import attach
 from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
 from .report import Coverage, Degenerate, KFACInfo
-from .rules import AdamW, Eigenbasis, Estimation, Natural, Rule, Spectral, Statistics, TwoSided
+from .rules import (
+    AdamW,
+    Eigenbasis,
+    Estimation,
+    Filters,
+    Natural,
+    Rule,
+    Spectral,
+    Statistics,
+    TwoSided,
+)
 
 if TYPE_CHECKING:
     from .load_planner import KFACLoadPlanner
@@ -27,6 +37,7 @@ __all__ = [
     "Eigenbasis",
     "Estimation",
     "Exact",
+    "Filters",
     "Invariant",
     "KFACInfo",
     "KFACLoadPlanner",

@@ -72,7 +72,7 @@ def _is_selector(value: Any) -> bool:
 
 #: arguments, what they must be, and the remedy
 _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("lr weight_decay eps rate", _is_nonnegative, "Use a number ≥ 0"),
+    ("lr weight_decay eps rate size", _is_nonnegative, "Use a number ≥ 0"),
     ("momentum ema adapt", _is_below_one, "Use a number in [0, 1)"),
     ("betas", _is_pair_below_one, "Use two numbers in [0, 1)"),
     ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
@@ -95,6 +95,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
 #: arguments that may be None
 _OPTIONAL = (
     "kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction", "fisher", "joint",
+    "cuda_graph",
 )  # fmt: skip
 _TESTS = {
     name: (is_usable, remedy) for names, is_usable, remedy in _TABLE for name in names.split()

@@ -59,6 +59,8 @@ class Assignment:
     #: whether the rule is for every parameter, whatever its role
     has_one_rule: bool = field(init=False)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
+    #: of matrices, the root mean square of their entries when they were first optimized
+    _initial_sizes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.has_one_rule = self.rule.accepts(Role.VECTOR)
@@ -74,6 +76,9 @@ class Assignment:
     def set_parameters(self, params: Mapping[str, Tensor], with_others: Collection[str]) -> None:
         """Set the parameters that are optimized, and those whose group asks for the other rule."""
         self._shapes = {name: p.shape for name, p in params.items() if p.numel()}
+        for name in self._shapes:  # in the same order on all processes
+            if name not in self._initial_sizes and self.can_be_matrix(name):
+                self._initial_sizes[name] = _measure_size(params[name])
         for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
             del self.left_out[name]
         self.left_out |= dict.fromkeys(with_others, GROUP_ASKS)
@@ -91,7 +96,10 @@ class Assignment:
     def list_known_roles(self) -> list[tuple[object, ...]]:
         """Return the roles in a form that processes can compare, without the reasons."""
         roles = sorted(self.roles.items())
-        return [(name, role.role.value, role.split, role.is_used) for name, role in roles]
+        return [
+            (name, role.role.value, role.split, role.is_used, role.is_normalized)
+            for name, role in roles
+        ]
 
     def select_blocks(
         self, means: Mapping[BlockKey, dict[FactorKey, FactorMatrix]], longest: int
@@ -164,8 +172,10 @@ class Assignment:
         entries = get_entries(next(iter(factors.values())))
         parameter_role = self.roles.get(key.names[0])
         role: Role | None = None
+        is_normalized = False
         if parameter_role is not None:
             role = parameter_role.role
+            is_normalized = parameter_role.is_normalized
         return BlockShape(
             kind=key.kind,
             size=size,
@@ -175,6 +185,8 @@ class Assignment:
             device=entries.device,
             split=self._split_of(key, size),
             role=role,
+            is_normalized=is_normalized,
+            initial_size=self._initial_sizes.get(key.names[0]),
         )
 
     def _split_of(self, key: BlockKey, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,6 +206,15 @@ class Assignment:
         if counts_rows and sum(role.split) == size[1]:
             return role.split
         return ()
+
+
+@torch.no_grad()
+def _measure_size(p: Tensor) -> float:
+    """Return the root mean square of a parameter's entries; of a shard, those of all processes."""
+    length: Any = torch.linalg.vector_norm(p, dtype=compute_dtype(p.dtype))
+    if is_sharded(length):
+        length = length.full_tensor()
+    return float(length) / p.numel() ** 0.5
 
 
 def make_entries_shape(p: Any) -> BlockShape:

@@ -321,7 +321,7 @@ def default_rule(model: nn.Module) -> Rule:
     if any(isinstance(module, _OF_TRANSFORMERS) for module in modules):
         return Spectral()
     if any(isinstance(module, _NormBase) for module in modules):
-        return Spectral(head=True)
+        return Spectral(head=True, others=AdamW())
     return Eigenbasis()
 
 

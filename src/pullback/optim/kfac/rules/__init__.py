@@ -16,7 +16,7 @@ from .base import (
 )
 from .eigenbasis import Eigenbasis
 from .natural import Natural
-from .spectral import Spectral
+from .spectral import Filters, Spectral
 from .two_sided import TwoSided
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Eigenbasis",
     "Estimation",
     "FactorAverages",
+    "Filters",
     "Natural",
     "RefreshReport",
     "Rule",

@@ -136,6 +136,10 @@ class BlockShape:
     split: tuple[int, ...] = ()
     #: the role of the weight, where it is known
     role: Role | None = None
+    #: whether the weight's length has no effect, because all that it gives is normalized
+    is_normalized: bool = False
+    #: the root mean square of the weight's entries when it was first optimized
+    initial_size: float | None = None
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros on the blocks' device."""

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...._core.errors import PullbackError, describe_value
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import (
     half_precision,
@@ -46,6 +47,9 @@ class Thresholds:
     step_size: float = 0.75
     #: the same where agreement is not followed
     even_size: float = 0.2
+    #: a weight whose first entries are so many times as large as torch would make them was meant
+    #: to be large; common initializations are below 3
+    unusual_size: float = 4.0
     #: with fewer inputs steps of a matrix are longer; the width at which the rate was chosen
     reference_width: int = 384
     #: by how much at most: layers of 32 to 96 inputs learned better at up to three times the step
@@ -60,6 +64,39 @@ class Thresholds:
 
 
 _THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Steps of the filters of convolutions whose outputs are normalized.
+
+    The length of such a filter has no effect, so that steps need not be short: a step that is too
+    long makes the filter longer, and the next ones turn it less. Agreement of gradients is not
+    followed.
+
+    Attributes:
+        momentum: the weight of the past in M.
+        size: the root mean square of a step's entries over the learning rate.
+    """
+
+    momentum: float = 0.6
+    size: float = 2.0
+
+    def __post_init__(self) -> None:
+        check(momentum=self.momentum, size=self.size)
+
+
+#: the defaults
+FILTERS = Filters()
+
+
+def _check_filters(filters: Any) -> None:
+    if filters is not None and not isinstance(filters, Filters):
+        raise PullbackError(
+            "filters= is not usable",
+            f"got {describe_value(filters)}",
+            "Use Filters(momentum=..., size=...), or None",
+        )
 
 
 @dataclass(frozen=True)
@@ -81,9 +118,11 @@ class SpectralState(RuleState):
     momentum: Tensor
     #: running mean of the squares of each row's entries, (B, O, 1); zeros without agreement
     square: Tensor
-    #: by how much steps are longer because there are few inputs
-    growth: float
+    #: by how much steps of each row are longer than usual, (B, O, 1)
+    growth: Tensor
     split: tuple[int, ...] = ()
+    #: whether steps are those of `Filters`
+    is_filter: bool = False
 
 
 class Spectral(Rule):
@@ -96,7 +135,9 @@ class Spectral(Rule):
     gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
     AdamW's learning rates carry over; with n < 384 inputs they are √(384/n) times as long, at most
     three times, because an output adds up fewer of them (Yang et al., 2023, arXiv:2310.17813).
-    Filters of convolutions have no such factor. C comes from the forward pass: there is no second
+    Weights that begin more than four times as large as torch would make them have longer steps in
+    proportion. Filters of convolutions before a normalization have steps of their own, `Filters`,
+    and other filters no factor for few inputs. C comes from the forward pass: there is no second
     backward pass, and no output factor. A weight that holds several matrices one below the other,
     such as fused queries, keys and values, has the directions of these matrices.
 
@@ -114,7 +155,9 @@ class Spectral(Rule):
         agreement: whether steps are longer where gradients agree. Without it their entries are 0.2
             on average at every step, so that the schedule alone sets their length.
         head: whether the output layer follows too.
-        cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph.
+        filters: steps of convolutions whose outputs are normalized; None for those of all others.
+        cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph;
+            by default they are, but not those of a subclass.
         estimation: how C is estimated.
         others: the rule for all other parameters.
     """
@@ -125,6 +168,8 @@ class Spectral(Rule):
     default_ema: ClassVar = 0.8
     refreshes_together: ClassVar = True
     refreshed_entries: ClassVar = 2**25
+    #: declared by a class whose `direction` may be captured in a CUDA graph; not inherited
+    has_fixed_operations: ClassVar = True
 
     def __init__(
         self,
@@ -135,7 +180,8 @@ class Spectral(Rule):
         whitening: bool = True,
         agreement: bool = True,
         head: bool = False,
-        cuda_graph: bool = False,
+        filters: Filters | None = FILTERS,
+        cuda_graph: bool | None = None,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
@@ -143,12 +189,16 @@ class Spectral(Rule):
             momentum=momentum, adapt=adapt, damping=damping, whitening=whitening,
             agreement=agreement, cuda_graph=cuda_graph,
         )  # fmt: skip
+        _check_filters(filters)
         self.momentum = momentum
         self.adapt = adapt
         self.relative_damping = damping
         self.whitening = whitening
         self.agreement = agreement
         self.takes_head = head
+        self.filters = filters
+        if cuda_graph is None:
+            cuda_graph = "has_fixed_operations" in vars(type(self))
         self.cuda_graph = cuda_graph
         if estimation is None:
             estimation = Estimation()
@@ -164,15 +214,19 @@ class Spectral(Rule):
         root = shape.zeros(blocks, columns)
         if self.whitening and shape.dense_columns:
             root = shape.zeros(blocks, columns, columns, dtype=half_precision(root))
+        is_filter = (
+            self.filters is not None and shape.role is Role.CONVOLUTION and shape.is_normalized
+        )
         growth = 1.0
-        if self.agreement:
-            growth = _find_growth(columns, shape.role)
+        if self.agreement and not is_filter:
+            growth = _find_growth(shape)
         return SpectralState(
             root=root,
             momentum=shape.zeros(*shape.size),
             square=shape.zeros(blocks, rows, 1),
-            growth=growth,
+            growth=shape.zeros(blocks, rows, 1) + growth,
             split=shape.split,
+            is_filter=is_filter,
         )
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
@@ -220,23 +274,30 @@ class Spectral(Rule):
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
-        step.average(state.momentum, gradient, 1 - self.momentum)
-        nesterov = torch.lerp(gradient, state.momentum, self.momentum)
+        momentum = self.momentum
+        if state.is_filter and self.filters is not None:
+            momentum = self.filters.momentum
+        step.average(state.momentum, gradient, 1 - momentum)
+        nesterov = torch.lerp(gradient, state.momentum, momentum)
         squares = _compute_mean_squares(nesterov)
         whitened = nesterov
         if self.whitening:
             whitened = self.whiten(nesterov, squares, state)
-        if self.agreement:
+        if self.agreement and not state.is_filter:
             step.average(state.square, _compute_mean_squares(gradient), 1 - self.adapt)
         matrices = zip(
             separate(whitened, state.split),
             separate(squares, state.split),
             separate(state.square, state.split),
+            separate(state.growth, state.split),
             strict=True,
         )
         directions = []
-        for matrix, squares_of_rows, mean_squares in matrices:
-            size = state.growth * self.find_step_size(squares_of_rows, mean_squares)
+        for matrix, squares_of_rows, mean_squares, growth in matrices:
+            if state.is_filter and self.filters is not None:
+                size = self.filters.size
+            else:
+                size = growth * self.find_step_size(squares_of_rows, mean_squares)
             directions.append(_make_even_direction(matrix, size, gradient.dtype))
         return join(directions, gradient.shape)
 
@@ -333,11 +394,19 @@ def join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat(list(matrices), dim=1)
 
 
-def _find_growth(columns: int, role: Role | None) -> float:
-    """Return by how much steps of a matrix are longer because it has few inputs."""
-    if role is Role.CONVOLUTION:
-        return 1.0
-    return min(max(sqrt(_THRESHOLDS.reference_width / columns), 1.0), _THRESHOLDS.most_growth)
+def _find_growth(shape: BlockShape) -> float:
+    """Return by how much steps are longer: for few inputs, and for a weight made large."""
+    columns = shape.size[2]
+    growth = 1.0
+    if shape.role is not Role.CONVOLUTION:
+        growth = sqrt(_THRESHOLDS.reference_width / columns)
+        growth = min(max(growth, 1.0), _THRESHOLDS.most_growth)
+    usual_size = 1 / sqrt(3 * columns)
+    if shape.initial_size is not None:
+        relative_size = shape.initial_size / usual_size
+        if relative_size > _THRESHOLDS.unusual_size:
+            growth *= relative_size
+    return growth
 
 
 def _make_even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from .base import (
     Rule,
     Statistics,
 )
-from .spectral import Spectral, SpectralState, join, separate
+from .spectral import FILTERS, Filters, Spectral, SpectralState, join, separate
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,8 @@ class TwoSided(Spectral):
     arXiv:1802.09568) has the powers -¼ of GGᵀ and GᵀG, which for one gradient G is polar(G).
 
     Args:
-        momentum, adapt, damping, agreement, head, cuda_graph: as in `Spectral`; λ is of both sides.
+        momentum, adapt, damping, agreement, head, filters, cuda_graph: as in `Spectral`; λ is of
+            both sides.
         likelihood: of the outputs; it matters where samples are counted or drawn.
         estimation: how R and C are estimated; with the loss's own cotangents unless it says more.
         others: the rule for all other parameters.
@@ -63,6 +64,7 @@ class TwoSided(Spectral):
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
     distinguishes_sides: ClassVar = True
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
+    has_fixed_operations: ClassVar = True
 
     def __init__(
         self,
@@ -72,7 +74,8 @@ class TwoSided(Spectral):
         damping: float = 0.2,
         agreement: bool = True,
         head: bool = False,
-        cuda_graph: bool = False,
+        filters: Filters | None = FILTERS,
+        cuda_graph: bool | None = None,
         likelihood: Any = None,
         estimation: Estimation | None = None,
         others: Rule | None = None,
@@ -86,7 +89,7 @@ class TwoSided(Spectral):
         )
         super().__init__(
             momentum, adapt, damping=damping, agreement=agreement, head=head,
-            cuda_graph=cuda_graph, others=others,
+            filters=filters, cuda_graph=cuda_graph, others=others,
             estimation=estimation.with_metric(likelihood, None),
         )  # fmt: skip
 
