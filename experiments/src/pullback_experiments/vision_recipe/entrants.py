@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pullback import KFAC
-from pullback.optim.kfac import AdamW, Spectral
+from pullback.optim.kfac import AdamW, Filters, Spectral
 from pullback.optim.kfac.rules import RuleState, StepContext
 
 from .network import RecipeNetwork
@@ -64,11 +64,11 @@ class PartlyAgreeing(Spectral):
 
 
 def _rule(**options: Any) -> Any:
-    return lambda: Spectral(**{"momentum": 0.6, **options})
+    return lambda: Spectral(**{"momentum": 0.6, "filters": None, **options})
 
 
 def _partly(**options: Any) -> Any:
-    return lambda: PartlyAgreeing(momentum=0.6, whitening=False, **options)
+    return lambda: PartlyAgreeing(momentum=0.6, whitening=False, filters=None, **options)
 
 
 def _make_normalized(title: str, lr: float = RATES.even, **options: Any) -> Entrant:
@@ -95,8 +95,11 @@ def whiten_later_layers(lr: float) -> Build:
     return build
 
 
-def in_proportion(lr: float, rate_of_others: float = 0.5, **options: Any) -> Build:
-    """Return K-FAC for all parameters, with longer steps for weights of larger entries."""
+def in_proportion(lr: float, **options: Any) -> Build:
+    """Return K-FAC for all parameters, with longer steps for weights of larger entries.
+
+    Filters have no steps of their own.
+    """
 
     def build(model: RecipeNetwork) -> list[Optimizer]:
         groups: list[dict[str, Any]] = []
@@ -104,7 +107,7 @@ def in_proportion(lr: float, rate_of_others: float = 0.5, **options: Any) -> Bui
             size = float(weight.detach().square().mean().sqrt())
             groups.append({"params": [weight], "lr": lr * max(1.0, size / RATES.usual_size)})
         groups.append({"params": [*model.norm_biases, model.patches.bias], "lr": lr})
-        rule = Spectral(head=True, others=AdamW(rate=rate_of_others), **options)
+        rule = Spectral(head=True, filters=None, **options)
         return [KFAC(model, lr, rule=rule, params=groups)]
 
     return build
@@ -148,16 +151,39 @@ CHANGES: dict[str, Entrant] = {
     ),
     "muon, 5 iterations": Entrant("Muon, five iterations", muon(iterations=5)),
 }
-#: K-FAC for all parameters, with steps in proportion to the size of a weight's entries
+
+
+def _whole(title: str, multiple: float = 1.0, **options: Any) -> Entrant:
+    """Return a change of what `KFAC(model)` is for this network."""
+
+    def build(model: RecipeNetwork) -> list[Optimizer]:
+        rule = Spectral(**{"head": True, "others": AdamW(), **options})
+        return [KFAC(model, multiple * rule.defaults.lr, rule=rule)]
+
+    return _everything(title, build)
+
+
+#: K-FAC for all parameters: changes of the default, and steps in proportion to the size of a
+#: weight's entries
 ALL_PARAMETERS: dict[str, Entrant] = {
-    "in proportion": _everything("steps in proportion to entries", in_proportion(6e-3)),
-    "in proportion, x2": _everything("the same, 2 times the rate", in_proportion(1.2e-2)),
-    "in proportion, x4": _everything("the same, 4 times the rate", in_proportion(2.4e-2)),
-    "in proportion, x4, plain": _everything(
-        "4 times the rate, not whitened, no agreement", in_proportion(2.4e-2, **_PLAIN)
+    "default, rate x0.5": _whole("KFAC(model), half the rate", 0.5),
+    "default, rate x2": _whole("KFAC(model), twice the rate", 2.0),
+    "default, not whitened": _whole(
+        "not whitened, steps of filters alone", whitening=False, agreement=True
+    ),
+    "default, damping 1": _whole("damping 1", damping=1.0),
+    "filters, size 1": _whole("filters: size 1", filters=Filters(size=1.0)),
+    "filters, momentum 0.9": _whole("filters: momentum 0.9", filters=Filters(momentum=0.9)),
+    "no filters": _whole("filters like other weights", filters=None, others=AdamW(rate=0.5)),
+    "no filters, rate x4": _whole(
+        "the same, 4 times the rate", 4.0, filters=None, others=AdamW(rate=0.5)
+    ),
+    "in proportion, x4": _everything(
+        "steps in proportion to entries, 4 times the rate", in_proportion(2.4e-2)
     ),
     "in proportion, x4, plain, momentum 0.6": _everything(
-        "the same with momentum 0.6", in_proportion(2.4e-2, momentum=0.6, **_PLAIN)
+        "the same without whitening and agreement, momentum 0.6",
+        in_proportion(2.4e-2, momentum=0.6, **_PLAIN),
     ),
 }
 ENTRANTS = {**MAIN, **CHANGES, **ALL_PARAMETERS}
