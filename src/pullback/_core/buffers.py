@@ -41,7 +41,10 @@ def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors of any dtypes, one after the other, each padded to 16 bytes."""
     pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().reshape(-1)
+        if flat.stride(0) != 1:  # a column, say; one of a single entry counts as contiguous
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        flat = flat.view(torch.uint8)
         padding = flat.new_zeros(_align(len(flat)) - len(flat))
         pieces += [flat, padding]
     return torch.cat(pieces)
