@@ -16,9 +16,17 @@ from .context import RunContext
 from .optimizer import make_optimizer, take_step
 from .point_moves import PointMoves
 
-#: final loss over that of the initial network, above which an optimizer has diverged: the first
-#: steps of Adam may raise a loss several times
-_DIVERGENT_GROWTH = 100.0
+
+@dataclass(frozen=True)
+class DescentThresholds:
+    """When an optimizer of the caller has diverged."""
+
+    #: final loss over that of the initial network: the first steps of Adam may raise a loss several
+    #: times
+    divergent_growth: float = 100.0
+
+
+THRESHOLDS = DescentThresholds()
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Descent:
         loss = collocation.loss()
         if not math.isfinite(loss):
             return True
-        return loss > _DIVERGENT_GROWTH * abs(collocation.loss(initial))
+        return loss > THRESHOLDS.divergent_growth * abs(collocation.loss(initial))
 
     @torch.no_grad()
     def return_to_lowest(self) -> None:
