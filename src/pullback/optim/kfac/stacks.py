@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -54,6 +54,17 @@ class RefreshStack:
         """Give up the memory of the refreshed state, of which the blocks have their parts."""
         for name in self.state.tensors():
             setattr(self.state, name, None)
+
+
+@dataclass(frozen=True)
+class StartedRefresh:
+    """Stacks that a rule was asked to refresh, and its reports."""
+
+    stacks: Sequence[RefreshStack]
+    #: that the rule changes what it declares alone
+    checks: Sequence[StateCheck]
+    #: each is asked for when the one before is dealt with
+    reports: Iterator[RefreshReport]
 
 
 class BlockStates:
@@ -156,15 +167,25 @@ class BlockStates:
         self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any = None
     ) -> None:
         """Refresh these blocks with λ = `damping`; where one fails, its last state stays."""
+        waiting: StartedRefresh | None = None
         for portion in self._divide_in_portions(keys):
+            rule = self.blocks[portion[0]].rule
             groups = self._group_by_form(averages, portion)
             batches = [[group] for group in groups]
-            if self.blocks[portion[0]].rule.refreshes_together:
+            if rule.refreshes_together:
                 batches = [groups]
             for batch in batches:
-                self._refresh_stacks(
+                started = self._start_refresh(
                     [self._stack_averages(averages, group, damping, references) for group in batch]
                 )
+                if waiting is not None:
+                    self._finish_refresh(waiting)
+                waiting = started
+                if not rule.refreshes_ahead:  # then its averages take memory for nothing
+                    self._finish_refresh(started)
+                    waiting = None
+        if waiting is not None:
+            self._finish_refresh(waiting)
 
     def _divide_in_portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks that are refreshed together, large ones first."""
@@ -211,12 +232,17 @@ class BlockStates:
             states = states[:1]
         return RefreshStack(blocks, stacked, join_states(states), note)
 
-    def _refresh_stacks(self, stacks: Sequence[RefreshStack]) -> None:
-        """Refresh stacks, which follow one rule, and give every block its part."""
+    def _start_refresh(self, stacks: Sequence[RefreshStack]) -> StartedRefresh:
+        """Ask the rule that these stacks follow to refresh them."""
         averages = [stack.averages for stack in stacks]
         checks = [StateCheck(stack.rule, stack.state) for stack in stacks]
         reports = stacks[0].rule.refresh_stacks(averages, [stack.state for stack in stacks])
-        for stack, check, report in zip(stacks, checks, reports, strict=True):
+        return StartedRefresh(stacks, checks, reports)
+
+    def _finish_refresh(self, started: StartedRefresh) -> None:
+        """Give every block its part of what the rule has found."""
+        entries = zip(started.stacks, started.checks, started.reports, strict=True)
+        for stack, check, report in entries:
             check.refuse_undeclared_changes(sum(block.shape.size[0] for block in stack.blocks))
             start = 0
             for block in stack.blocks:

@@ -62,6 +62,11 @@ class KFACState:
     awaits_load: bool = False
     #: device and dtype of the model's parameters at the last step
     devices_and_dtypes: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
+    #: the weight of the past in averages
+    ema: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ema = self.assignment.rule.find_ema()
 
     @property
     def rule(self) -> Rule:
@@ -219,7 +224,7 @@ class KFACState:
                 pairs.append((self.averages[key], factors))
             else:
                 pairs.append((self.averages[key], {}))
-        ema_update(pairs, self.rule.find_ema(), guard.is_void)
+        ema_update(pairs, self.ema, guard.is_void)
         self.measured_keys.update(means)
         self.schedule.count_statistics()
         self._observe_spectra(spectra)
@@ -386,7 +391,7 @@ class KFACState:
         """
         if not self.measured_keys <= self.states.ready or not self.measured_keys.issuperset(means):
             return False
-        if self.rule.find_ema() < _LEAST_EMA:
+        if self.ema < _LEAST_EMA:
             return False
         pairs = [
             (self.averages[k], new) for k, new in means.items() if self.replicas.keeps_average(k)

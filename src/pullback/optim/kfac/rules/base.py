@@ -342,6 +342,8 @@ class Rule(ABC):
         refreshed_entries: entries of factors that are refreshed together: copies of more would
             take much memory.
         refreshes_together: whether `refresh_stacks` shares work between stacks.
+        refreshes_ahead: whether `refresh_stacks` starts all work when it is called, and waits for
+            the device when its reports are asked for; other stacks are then started meanwhile.
     """
 
     name: ClassVar[str] = ""
@@ -363,6 +365,7 @@ class Rule(ABC):
     first_entries: ClassVar[int | None] = None
     refreshed_entries: ClassVar[int] = 2**27
     refreshes_together: ClassVar[bool] = False
+    refreshes_ahead: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a class whose declarations contradict each other."""

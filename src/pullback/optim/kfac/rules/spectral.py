@@ -14,6 +14,7 @@ from torch import Tensor
 from ...._core.errors import PullbackError, describe_value
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import (
+    InverseRoots,
     half_precision,
     inverse_root,
     inverse_roots,
@@ -167,6 +168,7 @@ class Spectral(Rule):
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
     default_ema: ClassVar = 0.8
     refreshes_together: ClassVar = True
+    refreshes_ahead: ClassVar = True
     refreshed_entries: ClassVar = 2**25
     #: declared by a class whose `direction` may be captured in a CUDA graph; not inherited
     has_fixed_operations: ClassVar = True
@@ -231,7 +233,7 @@ class Spectral(Rule):
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         """Find the inverse roots; with more bits and more damping where that fails."""
-        (report,) = self._refresh_together([averages], [state])
+        (report,) = self._start_refresh([averages], [state])
         return report
 
     def refresh_stacks(
@@ -240,7 +242,7 @@ class Spectral(Rule):
         """Refresh all stacks; roots of one size are found together, by one wait for the device."""
         if type(self).refresh is not Spectral.refresh:  # a subclass has its own, stack by stack
             return super().refresh_stacks(averages, states)
-        return iter(self._refresh_together(averages, states))
+        return self._start_refresh(averages, states)
 
     def list_factors(self, averages: FactorAverages, state: SpectralState) -> list[Tensor]:
         """Return the factors whose inverse roots the state holds."""
@@ -250,27 +252,33 @@ class Spectral(Rule):
         """Store the inverse roots of these factors in the state."""
         state.root = roots[0].to(state.root.dtype)
 
-    def _refresh_together(
+    def _start_refresh(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
-    ) -> list[RefreshReport]:
-        """Set the roots of all states, and return which blocks failed."""
+    ) -> Iterator[RefreshReport]:
+        """Let the device find the roots of all states; the reports wait for it and set them."""
         if not self.whitening:
-            return [RefreshReport() for _ in states]
+            return iter([RefreshReport() for _ in states])
         spectral_states = [state for state in states if isinstance(state, SpectralState)]
         factors_of_stacks = [
             self.list_factors(stack, state)
             for stack, state in zip(averages, spectral_states, strict=True)
         ]
-        roots = iter(find_roots(list(chain(*factors_of_stacks)), self.relative_damping))
-        reports = []
-        for factors, state in zip(factors_of_stacks, spectral_states, strict=True):
-            roots_of_stack = list(islice(roots, len(factors)))
+        started = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
+        counts = [len(factors) for factors in factors_of_stacks]
+        return self._finish_refresh(started, spectral_states, counts)
+
+    def _finish_refresh(
+        self, started: StartedRoots, states: Sequence[SpectralState], counts: Sequence[int]
+    ) -> Iterator[RefreshReport]:
+        """Set the roots of all states, so many of each, and yield which blocks failed."""
+        roots = iter(started.finish())
+        for state, count in zip(states, counts, strict=True):
+            roots_of_stack = list(islice(roots, count))
             self.set_roots(state, [root.matrices for root in roots_of_stack])
             report = RefreshReport()
             for block in sorted({*chain(*(root.failed for root in roots_of_stack))}):
                 report.fail(block, "its root did not converge")
-            reports.append(report)
-        return reports
+            yield report
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
@@ -340,30 +348,42 @@ def _compute_mean_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(x.shape[2])
 
 
-def find_roots(factors: Sequence[Tensor], damping: float) -> list[Roots]:
-    """Return the inverse roots of stacks of factors, with more bits and damping where that fails.
+@dataclass(frozen=True)
+class StartedRoots:
+    """Inverse roots of stacks of factors, which the device may still be at work on."""
 
-    The device is waited for once.
-    """
+    factors: Sequence[Tensor]
+    stacks: Sequence[InverseRoots]
+    damping: float
+
+    def finish(self) -> list[Roots]:
+        """Return the roots, with more bits and damping where that fails.
+
+        The device is waited for once.
+        """
+        flags = torch.cat([stack.has_converged for stack in self.stacks]).tolist()
+        results = []
+        start = 0
+        for factor, stack in zip(self.factors, self.stacks, strict=True):
+            stop = start + len(factor)
+            failed = []
+            for block, has_converged in enumerate(flags[start:stop]):
+                if has_converged:
+                    continue
+                root = _find_fine_root(factor[block : block + 1], self.damping)
+                if root is None:
+                    failed.append(block)
+                else:
+                    stack.roots[block] = root[0]
+            results.append(Roots(stack.roots, failed))
+            start = stop
+        return results
+
+
+def start_roots(factors: Sequence[Tensor], damping: float) -> StartedRoots:
+    """Let the device find the inverse roots of stacks of factors."""
     is_coarse = damping >= _THRESHOLDS.coarse_damping
-    stacks = inverse_roots(factors, damping, fine=not is_coarse)
-    flags = torch.cat([stack.has_converged for stack in stacks]).tolist()
-    results = []
-    start = 0
-    for factor, stack in zip(factors, stacks, strict=True):
-        stop = start + len(factor)
-        failed = []
-        for block, has_converged in enumerate(flags[start:stop]):
-            if has_converged:
-                continue
-            root = _find_fine_root(factor[block : block + 1], damping)
-            if root is None:
-                failed.append(block)
-            else:
-                stack.roots[block] = root[0]
-        results.append(Roots(stack.roots, failed))
-        start = stop
-    return results
+    return StartedRoots(factors, inverse_roots(factors, damping, fine=not is_coarse), damping)
 
 
 def _find_fine_root(factor: Tensor, damping: float) -> Tensor | None:
