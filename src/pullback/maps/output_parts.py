@@ -7,9 +7,6 @@ by a tensor of *row labels*, an integer tensor of the output's shape that says w
 weight made an entry. A function that selects or moves entries is applied to the labels as well;
 elementwise functions, normalizations, pooling and depthwise convolutions leave them as they are;
 every other function *uses* the rows that it gets. Rows used by one function belong together.
-
-The same walk shows weights whose *length has no effect*: twice as large a weight gives twice as
-large an output, and so does everything on its way to a normalization, which takes the length out.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._core.errors import reraise_fatal
 from .layers.product import ProductUse
 from .layers.weight_norm import WeightNormUse
+from .normalized_weights import POOLS, NormalizedWeights
 
 #: functions that give the same entries in a new shape, row-major
 _RESHAPES = frozenset(
@@ -53,20 +51,6 @@ _LINEAR = _SUMS | frozenset(
     ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "__truediv__", "neg",
      "__neg__", "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous")
 )  # fmt: skip
-#: functions that take the length out of what they are given, from its own statistics
-_NORMALIZATIONS = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"))
-#: functions that pool each channel by itself
-_POOLS = frozenset(
-    f"{kind}_pool{axes}d"
-    for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
-    for axes in (1, 2, 3)
-)
-#: functions of one tensor that give twice as much for a tensor twice as large
-_HOMOGENEOUS = (
-    frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"))
-    | _POOLS
-    | (_LINEAR - _SUMS)
-)
 #: functions that put tensors side by side
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 #: functions whose result has the same entries, and perhaps others beside them
@@ -110,8 +94,6 @@ class RowLabels:
     labels: Tensor
     #: whether the tensor is linear in the weights' outputs: no activation was applied so far
     is_linear: bool = True
-    #: whether the tensor is twice as large where its one weight is
-    is_homogeneous: bool = False
     #: whether a part or a copy of the tensor went on
     is_followed: bool = False
     #: whether a function used all of it
@@ -157,9 +139,8 @@ class OutputParts(TorchFunctionMode):
         self.computed: list[ComputedWeight] = []
         #: names of parameters that a function inside of `torch.vmap` used as a weight
         self.vmapped: set[str] = set()
-        #: weights with an output that was normalized, and those with one that kept its length
-        self._normalized: set[str] = set()
-        self._unnormalized: set[str] = set()
+        #: weights whose length has no effect
+        self.normalized = NormalizedWeights(names)
 
     def follow_output(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
         """Label the output of a weight's use by its rows, and follow it from here on.
@@ -187,21 +168,15 @@ class OutputParts(TorchFunctionMode):
             for weight in used.keys() | unused.keys()
         }
 
-    def list_normalized_weights(self) -> set[str]:
-        """Return the weights whose length has no effect: all of their outputs were normalized."""
-        unnormalized = set(self._unnormalized)
-        for labels in self._all_labels:
-            if labels.is_homogeneous and not labels.is_used and not labels.is_followed:
-                unnormalized |= labels.weights  # an output of the model, say
-        return self._normalized - unnormalized
-
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self._is_recorded = False
+        nodes = self.normalized.list_nodes((args, kwargs))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        self.normalized.follow(name, args, kwargs, result, nodes)
         self._pass_on_labels(name, func, args, kwargs, result)
         if name in _WEIGHTED and not self._is_recorded:
             self._follow_computed_weight(name, args, kwargs, result)
@@ -216,7 +191,6 @@ class OutputParts(TorchFunctionMode):
         results = _list_tensors(result)
         if name != "__setitem__" and not any(t.requires_grad for t in results):
             return  # a shape, an index, a detached copy
-        keeps_homogeneity = self._note_length(name, args, kwargs, sources)
         if name == "glu":
             self._use_halves(args, kwargs, sources)
             return
@@ -224,7 +198,7 @@ class OutputParts(TorchFunctionMode):
         if _is_depthwise(name, args, kwargs):
             weight = _get_second_argument(args, kwargs, "weight", None)
             labels = _find_channel_labels(sources, results[0], weight.ndim - 2)
-        elif name in _POOLS and len(results) == 1:
+        elif name in POOLS and len(results) == 1:
             labels = _find_channel_labels(sources, results[0], int(name[-2]))
         elif _is_rearrangement(name, args):
             labels = self._relabel(name, func, args, kwargs, results, arguments)
@@ -235,27 +209,8 @@ class OutputParts(TorchFunctionMode):
             return
         _mark_followed(sources)
         for tensor, row_labels in zip(results, labels, strict=True):
-            row_labels.is_homogeneous = keeps_homogeneity
             self._all_labels.append(row_labels)
             self._by_tensor[tensor] = row_labels
-
-    def _note_length(self, name: str, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> bool:
-        """Note whether a function takes the length out of its arguments, or makes use of it.
-
-        Return True if its result is twice as large where the weight is.
-        """
-        homogeneous = [source for source in sources if source.is_homogeneous]
-        if not homogeneous:
-            return False
-        weights = frozenset[str]().union(*(source.weights for source in homogeneous))
-        is_alone = len(sources) == 1
-        if is_alone and (name in _HOMOGENEOUS or name in _RESHAPES | _SELECTIONS):
-            return True
-        if is_alone and _is_normalization(name, args, kwargs):
-            self._normalized |= weights
-        else:
-            self._unnormalized |= weights
-        return False
 
     def _find_labels(self, tensors: Iterable[Tensor]) -> list[RowLabels]:
         """Return the labels of those tensors that have any."""
@@ -392,10 +347,7 @@ class OutputParts(TorchFunctionMode):
         self, weights: frozenset[str], output: Tensor, axes: Sequence[int]
     ) -> None:
         """Label an output by the rows that its `axes` count, whatever it was labelled before."""
-        is_homogeneous = len(weights) == 1
-        labels = RowLabels(
-            weights, _make_initial_labels(output, axes), is_homogeneous=is_homogeneous
-        )
+        labels = RowLabels(weights, _make_initial_labels(output, axes))
         if output in self._by_tensor:  # a function inside of a module, which shows it again
             self._by_tensor[output].is_followed = True
         self._all_labels.append(labels)
@@ -518,17 +470,6 @@ def _is_depthwise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return 1 < groups == weight.shape[0] and weight.shape[1] == 1
 
 
-def _is_normalization(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for a normalization by the statistics of its argument, not by running ones."""
-    if name not in _NORMALIZATIONS:
-        return False
-    if name == "batch_norm":
-        return bool(_get_argument(args, kwargs, 5, "training", False))
-    if name == "instance_norm":
-        return bool(_get_argument(args, kwargs, 5, "use_input_stats", True))
-    return True
-
-
 def _is_rearrangement(name: str, args: Sequence[Any]) -> bool:
     """Return True for an `einsum` of one tensor that brings its axes into another order."""
     if name != "einsum" or len(args) != 2 or not isinstance(args[1], Tensor):
@@ -585,15 +526,10 @@ def _list_tensors(tree: Any) -> list[Tensor]:
 
 def _get_second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
     """Return the argument of this name, which may also be the second one by position."""
-    return _get_argument(args, kwargs, 1, name, default)
-
-
-def _get_argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
-    """Return the argument of this name, which may also stand at this position."""
     if name in kwargs:
         return kwargs[name]
-    if len(args) > position:
-        return args[position]
+    if len(args) > 1:
+        return args[1]
     return default
 
 

@@ -140,7 +140,7 @@ def assign_roles(
     inner_roles = _find_inner_roles(record)
     heads = _find_heads(record, result)
     row_sets = record.outputs.collect_parts()
-    normalized = record.outputs.list_normalized_weights()
+    normalized = record.outputs.normalized.list_weights(result)
     computed: dict[str, ComputedWeight] = {}
     for weight in record.outputs.computed:
         computed |= dict.fromkeys(weight.parameters, weight)

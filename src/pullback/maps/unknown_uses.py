@@ -31,7 +31,7 @@ def describe_unknown_uses(
         vmapped: names of parameters that a function inside of `torch.vmap` used.
     """
     names = {id(p): name for name, p in parameters.items()}
-    users = _find_users(result)
+    users = find_users(result)
     descriptions: dict[str, str] = {}
     for node in users:
         name = names.get(id(getattr(node, "variable", None)))
@@ -41,7 +41,7 @@ def describe_unknown_uses(
     return descriptions | dict.fromkeys(hidden, "it is used inside torch.vmap")
 
 
-def _find_users(result: Any) -> dict[Any, list[Any]]:
+def find_users(result: Any) -> dict[Any, list[Any]]:
     """Return, for each node of the graph, the nodes that use its output."""
     users: dict[Any, list[Any]] = {}
     outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
