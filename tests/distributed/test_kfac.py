@@ -55,7 +55,7 @@ def quick(names: Iterable[str], *slow_names: str) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.slow if n in slow_names else ()) for n in names]
 
 
-@pytest.mark.parametrize("model_name", quick(MODELS, "recurrence", "small"))
+@pytest.mark.parametrize("model_name", quick(MODELS, "recurrence", "small", "large head"))
 def test_layers(world: World, model_name: str) -> None:
     check_processes(world, model_name, NATURAL, steps=FEW)
 

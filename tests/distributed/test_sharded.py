@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pullback as pb
 from pullback._core.shards import get_local_piece, is_sharded
+from pullback.optim.kfac import Spectral
 from tests.kfac_options import kfac_of
 
 from .test_kfac import OPTIONS, quick
@@ -128,6 +129,13 @@ def test_layers(world: World, model_name: str) -> None:
 )
 def test_options(world: World, name: str) -> None:
     check_processes(world, "dense", OPTIONS[name], steps=FEW)
+
+
+@pytest.mark.parametrize("model_name", quick(["large head", "convolutions"], "convolutions"))
+def test_steps_of_large_weights_and_of_filters(world: World, model_name: str) -> None:
+    """Sizes are those of whole weights, and a filter before a norm is one in every process."""
+    options = {"rule": Spectral(head=True), "lr": 6e-3}
+    check_processes(world, model_name, options, steps=FEW)
 
 
 def test_kept_whole_after_the_forward_pass(world: World) -> None:

@@ -41,6 +41,12 @@ class Dense(nn.Module):
         return self.last(torch.tanh(self.two(torch.tanh(self.one(x[:, 0])))))
 
 
+def make_large_head() -> nn.Module:
+    model = Dense()
+    nn.init.normal_(model.last.weight)
+    return model
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +134,7 @@ class Tied(nn.Module):
 MODELS: dict[str, Any] = {
     "dense": Dense,
     "small": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.Tanh(), nn.Linear(3, 4)),
+    "large head": make_large_head,
     "convolutions": Convolutions,
     "attention": Attention,
     "recurrence": Recurrence,

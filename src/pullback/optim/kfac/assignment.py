@@ -59,7 +59,7 @@ class Assignment:
     #: whether the rule is for every parameter, whatever its role
     has_one_rule: bool = field(init=False)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
-    #: of matrices, the root mean square of their entries when they were first optimized
+    #: of matrices, the root mean square of their entries before their first step
     _initial_sizes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,13 +76,20 @@ class Assignment:
     def set_parameters(self, params: Mapping[str, Tensor], with_others: Collection[str]) -> None:
         """Set the parameters that are optimized, and those whose group asks for the other rule."""
         self._shapes = {name: p.shape for name, p in params.items() if p.numel()}
-        for name in self._shapes:  # in the same order on all processes
-            if name not in self._initial_sizes and self.can_be_matrix(name):
-                self._initial_sizes[name] = _measure_size(params[name])
         for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
             del self.left_out[name]
         self.left_out |= dict.fromkeys(with_others, GROUP_ASKS)
         self._assign_rules()
+
+    def measure_initial_sizes(self, params: Mapping[str, Tensor]) -> None:
+        """Measure the entries of matrices that were not measured before.
+
+        It is called before the first step of a parameter: its values may be set after the optimizer
+        was made. All processes call it, with the same parameters in the same order.
+        """
+        for name, p in params.items():
+            if p.numel() and name not in self._initial_sizes and self.can_be_matrix(name):
+                self._initial_sizes[name] = _measure_size(p)
 
     def add_roles(self, roles: Iterable[ParameterRole]) -> None:
         """Note what a forward pass has shown; a role that it did not use replaces no other."""

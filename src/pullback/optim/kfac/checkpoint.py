@@ -368,11 +368,12 @@ def _refuse_old(saved: Mapping[str, Any]) -> None:
     for state in saved.values():
         if not isinstance(state, Mapping):
             continue
-        has_no_roles = "table" in state and "role" not in state["table"]
-        if has_no_roles or any(key in state for key in _OLD_KEYS):
+        has_old_table = "table" in state and "normalized" not in state["table"]
+        if has_old_table or any(key in state for key in _OLD_KEYS):
             raise PullbackError(
                 "The saved state is that of an older version",
-                "it has no table of the parameters' roles and blocks",
+                "it has no table of the parameters' roles and blocks, or one that does not say "
+                "whose length has an effect",
                 "Start the optimizer anew from the model's state: averages are back after some "
                 "statistics",
             )

@@ -371,6 +371,7 @@ class KFAC(Optimizer):
             if group.get("rule"):
                 arguments.check_group({"rule": group["rule"]}, self.defaults)
         self._group_choices = choices
+        self._assignment.measure_initial_sizes(self._optimized)
         self._assign()
         self._drop_frozen()
         self._allocate_entries()

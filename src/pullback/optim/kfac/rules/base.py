@@ -138,7 +138,7 @@ class BlockShape:
     role: Role | None = None
     #: whether the weight's length has no effect, because all that it gives is normalized
     is_normalized: bool = False
-    #: the root mean square of the weight's entries when it was first optimized
+    #: the root mean square of the weight's entries before its first step, where it is known
     initial_size: float | None = None
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:

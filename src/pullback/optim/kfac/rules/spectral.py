@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -48,9 +48,13 @@ class Thresholds:
     step_size: float = 0.75
     #: the same where agreement is not followed
     even_size: float = 0.2
-    #: a weight whose first entries are so many times as large as torch would make them was meant
-    #: to be large; common initializations are below 3
+    #: a weight was meant to be large if its first entries are so many times as large as torch would
+    #: make them. Orthogonal, Xavier's and Kaiming's by inputs are below 3.
     unusual_size: float = 4.0
+    #: and so many times as large as Kaiming's by outputs, unless it is the head
+    unusual_size_by_outputs: float = 1.5
+    #: and above this: transformers of any width begin with entries of 0.02
+    least_unusual_size: float = 0.1
     #: with fewer inputs steps of a matrix are longer; the width at which the rate was chosen
     reference_width: int = 384
     #: by how much at most: layers of 32 to 96 inputs learned better at up to three times the step
@@ -122,8 +126,8 @@ class SpectralState(RuleState):
     #: by how much steps of each row are longer than usual, (B, O, 1)
     growth: Tensor
     split: tuple[int, ...] = ()
-    #: whether steps are those of `Filters`
-    is_filter: bool = False
+    #: of blocks whose steps are those of filters
+    filters: Filters | None = None
 
 
 class Spectral(Rule):
@@ -216,11 +220,11 @@ class Spectral(Rule):
         root = shape.zeros(blocks, columns)
         if self.whitening and shape.dense_columns:
             root = shape.zeros(blocks, columns, columns, dtype=half_precision(root))
-        is_filter = (
-            self.filters is not None and shape.role is Role.CONVOLUTION and shape.is_normalized
-        )
+        filters = None
+        if shape.role is Role.CONVOLUTION and shape.is_normalized:
+            filters = self.filters
         growth = 1.0
-        if self.agreement and not is_filter:
+        if self.agreement and filters is None:
             growth = _find_growth(shape)
         return SpectralState(
             root=root,
@@ -228,7 +232,7 @@ class Spectral(Rule):
             square=shape.zeros(blocks, rows, 1),
             growth=shape.zeros(blocks, rows, 1) + growth,
             split=shape.split,
-            is_filter=is_filter,
+            filters=filters,
         )
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
@@ -282,16 +286,17 @@ class Spectral(Rule):
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
+        filters = state.filters
         momentum = self.momentum
-        if state.is_filter and self.filters is not None:
-            momentum = self.filters.momentum
+        if filters is not None:
+            momentum = filters.momentum
         step.average(state.momentum, gradient, 1 - momentum)
         nesterov = torch.lerp(gradient, state.momentum, momentum)
         squares = _compute_mean_squares(nesterov)
         whitened = nesterov
         if self.whitening:
             whitened = self.whiten(nesterov, squares, state)
-        if self.agreement and not state.is_filter:
+        if self.agreement and filters is None:
             step.average(state.square, _compute_mean_squares(gradient), 1 - self.adapt)
         matrices = zip(
             separate(whitened, state.split),
@@ -302,8 +307,8 @@ class Spectral(Rule):
         )
         directions = []
         for matrix, squares_of_rows, mean_squares, growth in matrices:
-            if state.is_filter and self.filters is not None:
-                size = self.filters.size
+            if filters is not None:
+                size = filters.size
             else:
                 size = growth * self.find_step_size(squares_of_rows, mean_squares)
             directions.append(_make_even_direction(matrix, size, gradient.dtype))
@@ -421,12 +426,26 @@ def _find_growth(shape: BlockShape) -> float:
     if shape.role is not Role.CONVOLUTION:
         growth = sqrt(_THRESHOLDS.reference_width / columns)
         growth = min(max(growth, 1.0), _THRESHOLDS.most_growth)
-    usual_size = 1 / sqrt(3 * columns)
-    if shape.initial_size is not None:
-        relative_size = shape.initial_size / usual_size
-        if relative_size > _THRESHOLDS.unusual_size:
-            growth *= relative_size
+    if shape.initial_size is not None and _is_unusual(shape, shape.initial_size):
+        growth *= shape.initial_size / _find_default_size(columns)
     return growth
+
+
+def _find_default_size(columns: int) -> float:
+    """Return the root mean square of the entries that torch's initialization makes."""
+    return 1 / sqrt(3 * columns)
+
+
+def _is_unusual(shape: BlockShape, size: float) -> bool:
+    """Return True if no common initialization makes entries of this size."""
+    _, rows, columns = shape.size
+    usual_sizes = [
+        _THRESHOLDS.least_unusual_size,
+        _THRESHOLDS.unusual_size * _find_default_size(columns),
+    ]
+    if shape.role is not Role.HEAD:
+        usual_sizes.append(_THRESHOLDS.unusual_size_by_outputs * sqrt(2 / rows))
+    return max(usual_sizes) < size < inf
 
 
 def _make_even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
