@@ -6,6 +6,7 @@ import pytest
 
 from pullback_experiments.benchmarks import gauss_newton_verdict as verdict
 from pullback_experiments.benchmarks.gauss_newton_inner import OuterRun
+from pullback_experiments.tables.numbers import record
 
 
 def make_run(final: float, inner: int, outer: int, *, lr: float = 0.01, size: int = 16) -> Any:
@@ -48,3 +49,9 @@ def test_an_inner_step_takes_its_share_of_the_batch() -> None:
     assert plan.share == 3
     assert plan.passes == pytest.approx(2 * 3 * (1 + 4 * 5 / 3))
     assert OuterRun("text", "kfac", 0.01, 60, 2, 16, seed=0, device="cpu").share == 1
+
+
+def test_claims_on_record_are_known_to_hold_or_not() -> None:
+    runs = list(record("gauss-newton-inner")["results"].values())
+    surprises = [str(check) for check in verdict.judge(runs) if not check.agrees]
+    assert not surprises  # NOT_HOLDING lists the claims that do not hold

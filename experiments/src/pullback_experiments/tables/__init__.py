@@ -19,6 +19,7 @@ from .curvature import influence, influence_dampings, influence_scale, laplace_r
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery
 from .numbers import Rows
+from .outer_steps import gauss_newton
 from .peers import (
     exact,
     kernels,
@@ -35,7 +36,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         verdicts,
-        *(costs, kfac, rules, races, race_text, vision),
+        *(costs, kfac, rules, races, race_text, vision, gauss_newton),
         *(exact, scale, pde, pde_chosen, kernels),
         *(pde_gallery, pde_defaults, pde_seeds, traffic, small_tasks),
         *(influence, influence_dampings, influence_scale, laplace_rotation),

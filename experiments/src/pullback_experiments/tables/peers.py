@@ -40,8 +40,8 @@ def scale() -> Rows:
 
 
 def pde() -> Rows:
-    """Set-ups on one or two seeds; `pde_seeds` has those on more."""
-    rows = [["set-up", "seed", "parameters", "error", "target", "to target", "seconds"]]
+    """Set-ups on seeds 0 and perhaps 1; `pde_seeds` has those on more."""
+    rows = [["set-up", "parameters", "error", "target", "to target", "seconds"]]
     with_many_seeds = {one["name"] for one in record("pde-seeds")["runs"].values()}
     runs = [
         one for one in record("pde-cuda")["runs"].values() if one["name"] not in with_many_seeds
@@ -57,7 +57,10 @@ def pde() -> Rows:
         took = seconds(one["seconds"])
         if "budget of" in one["stopped"]:
             took += ", budget"
-        row = [f"`{one['name']}`", str(one["seed"]), f"{one['parameters']:,}", small(one["error"])]
+        name = f"`{one['name']}`"
+        if one["seed"]:
+            name += f", seed {one['seed']}"
+        row = [name, f"{one['parameters']:,}", small(one["error"])]
         rows.append([*row, small(one["target"]), to_target, took])
     return rows
 
