@@ -24,6 +24,7 @@ SLOW = {
     "kerekes-2022-figure6",
     "race-text-large",
     "race-text-largest",
+    "race-text-short",
     "yin-2024-deep",
     "yin-2024-poisson",
     "kfac-shakespeare",
@@ -135,6 +136,7 @@ TOO_SHORT = {
     "race-text",
     "race-text-large",
     "race-text-largest",
+    "race-text-short",
     "race-vision",
     "vision-recipe",
 }

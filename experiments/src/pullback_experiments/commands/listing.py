@@ -115,6 +115,7 @@ QUICK: dict[str, float] = {
     "race-text": 60,
     "race-text-large": 50,
     "race-text-largest": 50,
+    "race-text-short": 50,
     "race-vision": 80,
     "vision-recipe": 8,
     "pde-benchmarks": 69,

@@ -159,6 +159,7 @@ RACES = [
     RaceRow("10.9M, AdamW", *_SMALL, "AdamW"),
     RaceRow("85.7M, NorMuon", "race-text-large", "Decoder of 12 layers", "NorMuon, momentum 0.9"),
     RaceRow("303M, NorMuon", "race-text-largest", "Decoder of 24 layers", _NORMUON),
+    RaceRow("303M, half the steps", "race-text-short", "Decoder of 24 layers", _NORMUON),
 ]
 
 
