@@ -155,7 +155,6 @@ RACES = [
         ours="K-FAC, two-sided",
         subject="Runs of K-FAC, two-sided",
     ),
-    RaceRow("10.9M, Muon", *_SMALL, "Muon, momentum 0.9"),
     RaceRow("10.9M, AdamW", *_SMALL, "AdamW"),
     RaceRow("85.7M, NorMuon", "race-text-large", "Decoder of 12 layers", "NorMuon, momentum 0.9"),
     RaceRow("303M, NorMuon", "race-text-largest", "Decoder of 24 layers", _NORMUON),

@@ -26,8 +26,6 @@ class Rates:
     even: float = 0.024
     #: the same length of steps where gradients are noise alone and momentum is 0.6
     agreeing: float = 0.0096
-    #: the size of a weight's entries above which steps of all parameters are longer in proportion
-    usual_size: float = 0.02
 
 
 RATES = Rates()
@@ -95,24 +93,6 @@ def whiten_later_layers(lr: float) -> Build:
     return build
 
 
-def in_proportion(lr: float, **options: Any) -> Build:
-    """Return K-FAC for all parameters, with longer steps for weights of larger entries.
-
-    Filters have no steps of their own.
-    """
-
-    def build(model: RecipeNetwork) -> list[Optimizer]:
-        groups: list[dict[str, Any]] = []
-        for weight in [*model.filters, model.head.weight]:
-            size = float(weight.detach().square().mean().sqrt())
-            groups.append({"params": [weight], "lr": lr * max(1.0, size / RATES.usual_size)})
-        groups.append({"params": [*model.norm_biases, model.patches.bias], "lr": lr})
-        rule = Spectral(head=True, filters=None, **options)
-        return [KFAC(model, lr, rule=rule, params=groups)]
-
-    return build
-
-
 def _everything(title: str, build: Build) -> Entrant:
     return Entrant(title, build, Normalization.NONE, freezes_patches=False)
 
@@ -123,18 +103,15 @@ MAIN: dict[str, Entrant] = {
     "plain": _make_normalized("Spectral(whitening=False, agreement=False)", whitening=False),
     "default": _everything("KFAC(model)", kfac()),
 }
-#: one change of `plain` each, but for the last one, which is a change of `muon`
+#: one change of `plain` each
 CHANGES: dict[str, Entrant] = {
     "whitening": _make_normalized("whitened"),
-    "whitening, damping 2": _make_normalized("whitened, damping 2", damping=2.0),
-    "whitening, rate x0.7": _make_normalized("whitened, 0.7 of the rate", 0.7 * RATES.even),
     "whitening, later layers": Entrant(
         "whitened but for the first convolution",
         whiten_later_layers(RATES.even),
         Normalization.ENTRIES,
     ),
     "agreement": _agreeing("length by agreement"),
-    "agreement, rate x1.6": _agreeing("length by agreement, 1.6 of the rate", 1.6 * RATES.agreeing),
     "agreement, schedule": Entrant(
         "length by the agreement of all filters together",
         spectral(RATES.agreeing, _partly(shares_schedule=True)),
@@ -149,7 +126,6 @@ CHANGES: dict[str, Entrant] = {
     "not normalized": replace(
         MAIN["plain"], title="weights not normalized", normalization=Normalization.NONE
     ),
-    "muon, 5 iterations": Entrant("Muon, five iterations", muon(iterations=5)),
 }
 
 
@@ -163,8 +139,7 @@ def _whole(title: str, multiple: float = 1.0, **options: Any) -> Entrant:
     return _everything(title, build)
 
 
-#: K-FAC for all parameters: changes of the default, and steps in proportion to the size of a
-#: weight's entries
+#: changes of `default`
 ALL_PARAMETERS: dict[str, Entrant] = {
     "default, rate x0.5": _whole("KFAC(model), half the rate", 0.5),
     "default, rate x2": _whole("KFAC(model), twice the rate", 2.0),
@@ -175,15 +150,5 @@ ALL_PARAMETERS: dict[str, Entrant] = {
     "filters, size 1": _whole("filters: size 1", filters=Filters(size=1.0)),
     "filters, momentum 0.9": _whole("filters: momentum 0.9", filters=Filters(momentum=0.9)),
     "no filters": _whole("filters like other weights", filters=None, others=AdamW(rate=0.5)),
-    "no filters, rate x4": _whole(
-        "the same, 4 times the rate", 4.0, filters=None, others=AdamW(rate=0.5)
-    ),
-    "in proportion, x4": _everything(
-        "steps in proportion to entries, 4 times the rate", in_proportion(2.4e-2)
-    ),
-    "in proportion, x4, plain, momentum 0.6": _everything(
-        "the same without whitening and agreement, momentum 0.6",
-        in_proportion(2.4e-2, momentum=0.6, **_PLAIN),
-    ),
 }
 ENTRANTS = {**MAIN, **CHANGES, **ALL_PARAMETERS}

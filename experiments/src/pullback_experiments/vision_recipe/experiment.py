@@ -59,7 +59,7 @@ class VisionRecipe(Experiment):
         "Published settings of the recipe; the network, its batches and Muon are written here. "
         "Training losses beside accuracies tell optimization from generalization. Give it a GPU."
     )
-    seeds: Sequence[int] = tuple(range(20))
+    seeds: Sequence[int] = tuple(range(13))
     recipe: Recipe = field(default_factory=Recipe)
     quick_recipe: Recipe = field(default_factory=lambda: _QUICK_RECIPE)
     quick_entrants: Sequence[str] = tuple(MAIN)
