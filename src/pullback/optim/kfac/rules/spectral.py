@@ -75,9 +75,9 @@ _THRESHOLDS = Thresholds()
 class Filters:
     """Steps of the filters of convolutions whose outputs are normalized.
 
-    The length of such a filter has no effect, so that steps need not be short: a step that is too
-    long makes the filter longer, and the next ones turn it less. Agreement of gradients is not
-    followed.
+    The length of such a filter has no effect, so steps need not be short: a step that is too long
+    makes the filter longer, and the next ones turn it less. All steps have one size, whether
+    gradients agree or not.
 
     Attributes:
         momentum: the weight of the past in M.
@@ -140,9 +140,9 @@ class Spectral(Rule):
     gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
     AdamW's learning rates carry over; with n < 384 inputs they are √(384/n) times as long, at most
     three times, because an output adds up fewer of them (Yang et al., 2023, arXiv:2310.17813).
-    Weights that begin more than four times as large as torch would make them have longer steps in
-    proportion. Filters of convolutions before a normalization have steps of their own, `Filters`,
-    and other filters no factor for few inputs. C comes from the forward pass: there is no second
+    Weights that begin larger than usual initializations make them have longer steps in proportion.
+    Filters of convolutions before a normalization have steps of their own, `Filters`, and other
+    filters no factor for few inputs. C comes from the forward pass: there is no second
     backward pass, and no output factor. A weight that holds several matrices one below the other,
     such as fused queries, keys and values, has the directions of these matrices.
 
@@ -160,7 +160,8 @@ class Spectral(Rule):
         agreement: whether steps are longer where gradients agree. Without it their entries are 0.2
             on average at every step, so that the schedule alone sets their length.
         head: whether the output layer follows too.
-        filters: steps of convolutions whose outputs are normalized; None for those of all others.
+        filters: steps of convolutions whose outputs are normalized; with None they have the steps
+            of other convolutions.
         cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph;
             by default they are, but not those of a subclass.
         estimation: how C is estimated.
