@@ -10,6 +10,9 @@ The functions that are called show what is done with a multiple, and the autogra
 whether something else was done too, by a custom function or in compiled code. What is computed
 without gradients is followed as well: it must not come back into what has gradients. Only Python
 numbers that were read from tensors escape.
+
+A weight that is not found has the usual steps: before a normalization by hand or by a custom
+function, as `SyncBatchNorm` is among several processes, or where weight norm makes the weight.
 """
 
 from __future__ import annotations
@@ -161,10 +164,10 @@ class NormalizedWeights:
         #: pairs of a node and one below it that were put there by functions that `follow` has seen
         self._known_edges: set[tuple[Any, Any]] = set()
 
-    def list_nodes(self, arguments: Any) -> set[Any]:
+    def list_nodes(self, args: Any, kwargs: Mapping[str, Any]) -> set[Any]:
         """Return the nodes of the tensors that a function is about to be called with."""
         nodes: set[Any] = set()
-        for tensor in _list_tensors(arguments):
+        for tensor in _list_arguments(args, kwargs):
             if tensor.grad_fn is not None:
                 nodes.add(tensor.grad_fn)
             elif id(tensor) in self._names and tensor.requires_grad:
@@ -175,11 +178,13 @@ class NormalizedWeights:
         self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, nodes: set[Any]
     ) -> None:
         """Note what a function did with multiples; `nodes` are those of `list_nodes`."""
-        arguments = _list_tensors((args, kwargs))
+        results = _list_tensors(result)
+        if not results and name != "__setitem__":
+            return  # a shape, say
+        arguments = _list_arguments(args, kwargs)
         multiples = [m for m in map(self._find_multiple, arguments) if m is not None]
         weights = _unite(multiples)
         detached = frozenset[str]().union(*(self._detached.get(t, ()) for t in arguments))
-        results = _list_tensors(result)
         if name == "__setitem__":
             self._unnormalized |= weights | detached
             self._unread.difference_update(multiples)
@@ -228,11 +233,12 @@ class NormalizedWeights:
         self, name: str, arguments: list[Tensor], results: list[Tensor], weights: frozenset[str]
     ) -> None:
         """Note tensors without gradients that were computed from multiples."""
+        if not weights:
+            return
         is_in_place = name.endswith("_") and not name.endswith("__")
         if is_in_place and arguments[0] in self._detached:
             self._unnormalized |= weights  # it may share its memory with a multiple
-        if weights:
-            self._detached.update(dict.fromkeys(results, weights))
+        self._detached.update(dict.fromkeys(results, weights))
 
     def _add_edges(self, results: Iterable[Tensor], below: set[Any], weights: Any) -> None:
         """Note the nodes that a function put into the graph, down to those of its arguments."""
@@ -309,6 +315,18 @@ def _unite(multiples: Iterable[_Multiple]) -> frozenset[str]:
     return frozenset[str]().union(*(multiple.weights for multiple in multiples))
 
 
+def _list_arguments(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a function."""
+    tensors: list[Tensor] = []
+    for argument in (*args, *kwargs.values()):
+        tensors += _list_tensors(argument)
+    return tensors
+
+
 def _list_tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments or results."""
+    """Return the tensors in a nested argument or result."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -173,7 +173,7 @@ class OutputParts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._is_recorded = False
-        nodes = self.normalized.list_nodes((args, kwargs))
+        nodes = self.normalized.list_nodes(args, kwargs)
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         self.normalized.follow(name, args, kwargs, result, nodes)
