@@ -304,6 +304,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         lambda n, x: n.head(torch.cat([n.norm(n.conv(x)[:, :2]), n.conv(x)[:, 2:]], 1)),
         norm=nn.BatchNorm2d(2, eps=EPS),
     ),
+    "an activation in place after a norm that returns a view": lambda: Net(
+        lambda n, x: n.head(n.norm(n.conv(x)).relu_()), norm=nn.InstanceNorm2d(4, eps=EPS)
+    ),
     "checkpointed": lambda: Net(
         lambda n, x: n.head(checkpoint(lambda z: n.norm(n.conv(z)), x, use_reentrant=False))
     ),

@@ -196,11 +196,13 @@ class NormalizedWeights:
         if not multiples:
             return
         self._unread.difference_update(multiples)
-        self._add_edges(results, nodes, weights)
+        inner_nodes = self._add_edges(results, nodes)
         call = _Call(name, args, kwargs)
         if call.is_normalization:
             self._note_normalization(call, multiples)
-        elif name in _LAYERS:
+            return
+        self._weights_by_node.update(dict.fromkeys(inner_nodes, weights))
+        if name in _LAYERS:
             self._note_layer(call, results)
         else:
             self._note_other(call, multiples, results)
@@ -240,9 +242,13 @@ class NormalizedWeights:
             self._unnormalized |= weights  # it may share its memory with a multiple
         self._detached.update(dict.fromkeys(results, weights))
 
-    def _add_edges(self, results: Iterable[Tensor], below: set[Any], weights: Any) -> None:
-        """Note the nodes that a function put into the graph, down to those of its arguments."""
+    def _add_edges(self, results: Iterable[Tensor], below: set[Any]) -> set[Any]:
+        """Note the edges that a function put into the graph, down to the nodes of its arguments.
+
+        Return the nodes between those of its results and of its arguments.
+        """
         stack = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in below]
+        result_nodes = {*stack}
         visited = {*stack}
         while stack:
             node = stack.pop()
@@ -254,9 +260,9 @@ class NormalizedWeights:
                 if name is not None:
                     self._weights_by_node[next_node] = frozenset({name})
                 elif next_node not in below and next_node not in visited:
-                    self._weights_by_node[next_node] = weights
                     visited.add(next_node)
                     stack.append(next_node)
+        return visited - result_nodes
 
     def _note_normalization(self, call: _Call, multiples: Iterable[_Multiple]) -> None:
         """Note that the input of a normalization loses its length; gains and biases do not."""
