@@ -221,6 +221,19 @@ def test_large_stacks_are_not_captured(counts: Counts, monkeypatch: pytest.Monke
     assert graph._captured._buffers.keys() == {"0.weight"}  # 36 entries; others have 128 and more
 
 
+def test_gradients_that_come_and_go_are_captured_a_few_times(counts: Counts) -> None:
+    """A capture takes as long as several steps, so that many would cost more than they save."""
+    model = make_network(torch.device("cpu"))
+    optimizer = pb.KFAC(model, 1e-3)
+    train(optimizer, model, range(8))
+    assert counts.captures == 1
+    for phase in range(8):
+        for p in model[0].parameters():
+            p.requires_grad_(phase % 2 == 1)
+        train(optimizer, model, range(6))
+    assert counts.captures == direction_graph._LIMITS.most_captures
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("name", RULES)

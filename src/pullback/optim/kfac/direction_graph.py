@@ -30,9 +30,19 @@ class GraphLimits:
     #: steps with the same blocks and options before they are captured: a capture takes as long as
     #: a few steps, and while weights are thawed one by one it would be in vain
     eager_steps: int = 3
+    #: captures of one optimizer: where gradients come and go, as of experts that get no rows, or
+    #: weights are frozen and thawed by turns, captures would cost more than replays save
+    most_captures: int = 5
 
 
 _LIMITS = GraphLimits()
+
+
+@dataclass
+class CaptureCount:
+    """How often the blocks of one optimizer were captured."""
+
+    done: int = 0
 
 
 class DirectionGraph:
@@ -42,8 +52,9 @@ class DirectionGraph:
     the first steps with new blocks, with other gradients missing, or with other options of a rule.
     """
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
+    def __init__(self, stacks: Sequence[Stack], captures: CaptureCount) -> None:
         self._stacks = [stack for stack in stacks if can_capture(stack)]
+        self._captures = captures
         self._rules = {id(stack.rule): stack.rule for stack in self._stacks}
         self._captured: CapturedDirections | None = None
         #: what the captured operations depend on, beside states and gradients
@@ -60,7 +71,8 @@ class DirectionGraph:
         self._follow_configuration(gradients)
         if self._same_steps <= _LIMITS.eager_steps:
             return {}
-        if self._captured is None:
+        if self._captured is None and self._captures.done < _LIMITS.most_captures:
+            self._captures.done += 1
             self._captured = self._capture(gradients, is_void)
         if self._captured is None:
             return {}

@@ -13,7 +13,7 @@ from ...grams.kronecker import Pair
 from ...grams.kronecker.cholesky_inverse import is_inverted_alone
 from ...grams.kronecker.packed_matrix import unpack
 from .block_stack import Block, Stack, Tensors, find_directions, join_states, select_stacks
-from .direction_graph import DirectionGraph
+from .direction_graph import CaptureCount, DirectionGraph
 from .factors.averages import Average, gram_of, stack_averages, undivided_gram
 from .factors.block import BlockKey, BlockKind
 from .rules import BlockShape, FactorAverages, RefreshReport, Rule, RuleState, StepContext
@@ -77,6 +77,7 @@ class BlockStates:
         self._batches: list[list[Stack]] = []
         #: where a rule asks for one
         self._graph: DirectionGraph | None = None
+        self._captures = CaptureCount()
         self.is_stacked = False
         #: found once for many steps, until `invalidate_stacks`
         self._ready: set[BlockKey] | None = None
@@ -293,7 +294,7 @@ class BlockStates:
         stacks = [Stack(blocks, templates) for blocks in groups.values()]
         self._batches = _batch_stacks(stacks, group_numbers)
         if any(stack.rule.cuda_graph for stack in stacks):
-            self._graph = DirectionGraph(stacks)
+            self._graph = DirectionGraph(stacks, self._captures)
         self.is_stacked = True
 
     def directions(
