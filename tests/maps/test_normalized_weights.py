@@ -162,6 +162,10 @@ def use_twice(net: Any, y: Tensor, second: Callable[[Tensor], Tensor]) -> Tensor
     return net.head(net.norm(y) + second(y))
 
 
+def shape_like_input(net: Any, y: Tensor) -> Tensor:
+    return net.norm(y.flatten(2)[..., None]).reshape_as(y).type_as(y).to(y)
+
+
 def square(net: Any, y: Tensor) -> Tensor:
     return net.head(net.norm(y * y))
 
@@ -306,6 +310,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "an activation in place after a norm that returns a view": lambda: Net(
         lambda n, x: n.head(n.norm(n.conv(x)).relu_()), norm=nn.InstanceNorm2d(4, eps=EPS)
+    ),
+    "a norm in the shape of its input": lambda: Net(
+        lambda n, x: n.head(shape_like_input(n, n.conv(x)))
     ),
     "checkpointed": lambda: Net(
         lambda n, x: n.head(checkpoint(lambda z: n.norm(n.conv(z)), x, use_reentrant=False))

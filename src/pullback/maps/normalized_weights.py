@@ -54,6 +54,8 @@ _HOMOGENEOUS = (
          "flip")
     )
 )  # fmt: skip
+#: functions that read the shape or the dtype of a second tensor, and none of its entries
+_AS_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as", "type_as", "to"))
 #: functions with a weight as second argument and a bias as third
 _LAYERS = frozenset(map("".join, product(("conv", "conv_transpose"), _AXES))) | {"linear"}
 #: products of their tensors
@@ -182,6 +184,8 @@ class NormalizedWeights:
         if not results and name != "__setitem__":
             return  # a shape, say
         arguments = _list_arguments(args, kwargs)
+        if name in _AS_ANOTHER:
+            arguments = arguments[:1]
         multiples = [m for m in map(self._find_multiple, arguments) if m is not None]
         weights = _unite(multiples)
         detached = frozenset[str]().union(*(self._detached.get(t, ()) for t in arguments))

@@ -334,6 +334,29 @@ def test_resumed_to_the_same_bits_after_weights_have_changed_their_size() -> Non
     assert torch.equal(train(resumed, fresh, range(5, 9)), train(model, opt, range(5, 9)))
 
 
+def test_resumed_to_the_same_bits_while_a_weight_is_frozen() -> None:
+    """Its state is given up. Its size when it thaws is the same in both runs."""
+    model = make_net()
+    opt = make_optimizer(model)
+    train(model, opt, range(3))
+    growth = find_state(opt, "6.weight").growth.max()
+    with torch.no_grad():
+        model[6].weight.mul_(2)
+    model[6].weight.requires_grad_(False)
+    train(model, opt, range(3, 5))
+    resumed, fresh = make_resumed()
+    resumed[6].weight.requires_grad_(False)
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+    runs = []
+    for net, optimizer in ((model, opt), (resumed, fresh)):
+        train(net, optimizer, range(5, 6))
+        net[6].weight.requires_grad_(True)
+        runs.append(train(net, optimizer, range(6, 12)))
+    assert torch.equal(*runs)
+    assert find_state(opt, "6.weight").growth.min() > 1.5 * growth
+
+
 def test_distributed_checkpoints_hold_it_before_the_first_step(tmp_path: Path) -> None:
     model = make_net()
     opt = make_optimizer(model)

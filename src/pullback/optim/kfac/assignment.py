@@ -85,10 +85,13 @@ class Assignment:
         """Measure the entries of matrices that were not measured before.
 
         It is called before the first step of a parameter: its values may be set after the optimizer
-        was made. All processes call it, with the same parameters in the same order.
+        was made. Frozen parameters, whose state is given up, are measured when they thaw. All
+        processes call it, with the same parameters in the same order.
         """
         for name, p in params.items():
-            if p.numel() and name not in self._initial_sizes and self.can_be_matrix(name):
+            if not p.requires_grad:
+                self._initial_sizes.pop(name, None)
+            elif p.numel() and name not in self._initial_sizes and self.can_be_matrix(name):
                 self._initial_sizes[name] = _measure_size(p)
 
     def add_roles(self, roles: Iterable[ParameterRole]) -> None:
