@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from pullback import PullbackError
 from pullback.optim.kfac import Spectral
+from pullback_experiments.learning import data
 from pullback_experiments.learning.data import generate_pictures
 from pullback_experiments.vision_recipe.batches import RecipeBatches, list_views
 from pullback_experiments.vision_recipe.entrants import ENTRANTS, PartlyAgreeing
+from pullback_experiments.vision_recipe.experiment import VisionRecipe
 from pullback_experiments.vision_recipe.network import RecipeNetwork
+
+
+def test_missing_pictures_are_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(data.VARIABLE, str(tmp_path))
+    with pytest.raises(PullbackError):
+        VisionRecipe().require_data(quick=False)
+    VisionRecipe().require_data(quick=True)
 
 
 def test_first_filters_whiten_patches() -> None:

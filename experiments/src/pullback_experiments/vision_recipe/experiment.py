@@ -1,4 +1,4 @@
-"""The experiment: twenty runs of the speed recipe for every entrant."""
+"""The experiment: the speed recipe over thirteen seeds, and two of entrants with one change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _QUICK_RECIPE = Recipe(
 
 @dataclass(frozen=True, kw_only=True)
 class VisionRecipe(Experiment):
-    """The CIFAR-10 speed recipe, with Muon or with K-FAC's rules on its filters.
+    """The CIFAR-10 speed recipe with Muon or `Spectral` on its filters, and with K-FAC on all.
 
     Attributes:
         recipe, quick_recipe: settings of a run; the quick version has made-up images.
@@ -81,7 +81,7 @@ class VisionRecipe(Experiment):
             "methods": {name: {"title": ENTRANTS[name].title} for name in self._names(quick)},
         }
 
-    def ready(self, quick: bool) -> None:
+    def require_data(self, quick: bool) -> None:
         _load_images(quick)
 
     def smoke(self) -> Self:
