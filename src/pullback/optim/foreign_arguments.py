@@ -82,9 +82,9 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "Write rule=Eigenbasis(head=..., cuda_graph=..., others=...), or the same with Spectral",
     ),
     (
-        "adapt whitening agreement",
+        "adapt whitening agreement filters",
         "it belongs to the spectral rule",
-        "Write rule=Spectral(adapt=..., whitening=..., agreement=...)",
+        "Write rule=Spectral(adapt=..., whitening=..., agreement=..., filters=...)",
     ),
     (
         "draws ema sharing max_factor batch_dim reduction seed joint",

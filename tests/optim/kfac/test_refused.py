@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pullback as pb
 from pullback._core.errors import describe_value
 from pullback.metrics import Sobolev, Weighted
-from pullback.optim.kfac import Adaptive, Invariant
+from pullback.optim.kfac import Adaptive, Eigenbasis, Invariant, Spectral, TwoSided
 from pullback.steps import QuadraticModel
 
 from ..common import hooks, refused
@@ -46,6 +46,13 @@ def test_arguments(name: str) -> None:
         with refused(f"{name}= is not usable", f"got {describe_value(value)}", "Use"):
             kfac(model, **{name: value})
     assert not hooks(model)
+
+
+@pytest.mark.parametrize("rule", [Spectral, TwoSided, Eigenbasis])
+@pytest.mark.parametrize(("name", "value"), [("head", "yes"), ("estimation", 3)])
+def test_arguments_of_rules(rule: Any, name: str, value: Any) -> None:
+    with refused(f"{name}= is not usable", f"got {describe_value(value)}", "Use"):
+        rule(**{name: value})
 
 
 ARGUMENTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [

@@ -65,6 +65,11 @@ def _is_iterable(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
+def _is_estimation(value: Any) -> bool:
+    """Return True for an `Estimation`, whose class a rule imports after this table."""
+    return hasattr(value, "with_metric") and not isinstance(value, type)
+
+
 def _is_selector(value: Any) -> bool:
     """Return True for what selects an output: a key, an index or a function."""
     return isinstance(value, (str, int)) or callable(value)
@@ -83,19 +88,20 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("warmup", _is_nonnegative_integer, "Use a whole number ≥ 0"),
     ("seed", _is_integer, "Use a whole number"),
     ("batch_dim", _is_nonnegative_integer, "Use 0, or 1 for sequences first"),
-    ("joint ekfac whitening agreement cuda_graph", _is_bool, "Use True or False"),
+    ("joint ekfac whitening agreement head cuda_graph", _is_bool, "Use True or False"),
     ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
     ("params", _is_iterable, "Use a list of parameters or of param groups"),
     ("step", lambda v: isinstance(v, Step), "Use a rule of pullback.steps, or None"),
     ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
+    ("estimation", _is_estimation, "Use Estimation(...), or None"),
     ("output", _is_selector, "Use a key, an index or a function of the model's output"),
 ]
 #: arguments that may be None
 _OPTIONAL = (
     "kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction", "fisher", "joint",
-    "cuda_graph",
+    "cuda_graph", "estimation",
 )  # fmt: skip
 _TESTS = {
     name: (is_usable, remedy) for names, is_usable, remedy in _TABLE for name in names.split()

@@ -110,7 +110,7 @@ class Eigenbasis(Rule):
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
-        check(betas=betas, eps=eps, cuda_graph=cuda_graph)
+        check(betas=betas, eps=eps, head=head, cuda_graph=cuda_graph, estimation=estimation)
         self.betas = betas
         self.eps = eps
         self.takes_head = head

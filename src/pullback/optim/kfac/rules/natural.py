@@ -112,7 +112,7 @@ class Natural(Rule):
         warmup: int = 10,
         estimation: Estimation | None = None,
     ) -> None:
-        check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, warmup=warmup)
+        check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, warmup=warmup, estimation=estimation)
         self.damping = as_damping(damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         self.momentum = momentum
         self.ekfac = ekfac

@@ -60,7 +60,7 @@ class Thresholds:
     #: by how much at most: layers of 32 to 96 inputs learned better at up to three times the step
     #: than at twice (`bench small-tasks`)
     most_growth: float = 3.0
-    #: the least length of a row that is divided by; without a gradient it is zero
+    #: rows are divided by their length, and by this at least: rows without a gradient have none
     least_length: float = 1e-3
     #: below this damping roots need products with 22 bits
     coarse_damping: float = 0.05
@@ -141,8 +141,8 @@ class Spectral(Rule):
     AdamW's learning rates carry over; with n < 384 inputs they are √(384/n) times as long, at most
     three times, because an output adds up fewer of them (Yang et al., 2023, arXiv:2310.17813).
     Weights that begin larger than usual initializations make them have longer steps in proportion.
-    Filters of convolutions before a normalization have steps of their own, `Filters`, and other
-    filters no factor for few inputs. C comes from the forward pass: there is no second
+    Filters of convolutions before a normalization have steps of their own, `Filters`; those of
+    other filters are not longer for few inputs. C comes from the forward pass: there is no second
     backward pass, and no output factor. A weight that holds several matrices one below the other,
     such as fused queries, keys and values, has the directions of these matrices.
 
@@ -194,7 +194,7 @@ class Spectral(Rule):
     ) -> None:
         check(
             momentum=momentum, adapt=adapt, damping=damping, whitening=whitening,
-            agreement=agreement, cuda_graph=cuda_graph,
+            agreement=agreement, head=head, cuda_graph=cuda_graph, estimation=estimation,
         )  # fmt: skip
         _check_filters(filters)
         self.momentum = momentum
@@ -319,8 +319,8 @@ class Spectral(Rule):
         """Return the root mean square of a step's entries over the learning rate, (B, 1, 1).
 
         Args:
-            squares: the mean squares of the momentum's rows, (B, O, 1).
-            mean_squares: running means of those of the gradient's rows.
+            squares: the mean squares of the rows of Nesterov's momentum, (B, O, 1).
+            mean_squares: running means of those of the gradient's rows, (B, O, 1).
         """
         if not self.agreement:
             return _THRESHOLDS.even_size

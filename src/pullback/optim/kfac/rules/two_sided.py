@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import half_precision, scale_to_half
+from ..arguments import check
 from .adamw import AdamW
 from .base import (
     REFRESHED,
@@ -45,8 +46,9 @@ class TwoSided(Spectral):
 
     with M, C, D and λ of `Spectral`, and R = mean δδᵀ of the loss's own cotangents δ at the
     layer's outputs. They come from the backward pass of the loss itself, so there is no second
-    one. Momentum is shorter than that of `Spectral`, and AdamW takes the whole rate for the other
-    parameters.
+    one, but where samples meet, as in a batch norm in training mode: there statistics take a
+    second one, in which each sample's loss has a random sign. Momentum is shorter than that of
+    `Spectral`, and AdamW takes the whole rate for the other parameters.
 
     Relatives: K-FAC's direction is R⁻¹ M C⁻¹; its half powers, and the polar factor of what they
     give, are in between it and Muon (Jordan et al., 2024). Shampoo (Gupta et al., 2018,
@@ -80,6 +82,7 @@ class TwoSided(Spectral):
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
+        check(estimation=estimation)
         if estimation is None:
             estimation = Estimation()
         if others is None:
