@@ -42,7 +42,7 @@ _LIMITS = GraphLimits()
 class CaptureCount:
     """How often the blocks of one optimizer were captured."""
 
-    done: int = 0
+    number: int = 0
 
 
 class DirectionGraph:
@@ -71,8 +71,8 @@ class DirectionGraph:
         self._follow_configuration(gradients)
         if self._same_steps <= _LIMITS.eager_steps:
             return {}
-        if self._captured is None and self._captures.done < _LIMITS.most_captures:
-            self._captures.done += 1
+        if self._captured is None and self._captures.number < _LIMITS.most_captures:
+            self._captures.number += 1
             self._captured = self._capture(gradients, is_void)
         if self._captured is None:
             return {}
