@@ -160,8 +160,8 @@ class Spectral(Rule):
         agreement: whether steps are longer where gradients agree. Without it their entries are 0.2
             on average at every step, so that the schedule alone sets their length.
         head: whether the output layer follows too.
-        filters: steps of convolutions whose outputs are normalized; with None they have the steps
-            of other convolutions.
+        filters: steps of convolutions whose outputs are normalized at the first step; with None,
+            for batch norms that are frozen later, they have the steps of other convolutions.
         cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph;
             by default they are, but not those of a subclass.
         estimation: how C is estimated.
