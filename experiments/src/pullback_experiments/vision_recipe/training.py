@@ -57,7 +57,7 @@ def train(recipe: Recipe, entrant: Entrant, images: DataSet, seed: int) -> Recor
     """Train once and return the record of the run.
 
     `images` lie on the device, in the dtype of the computation. Seconds are those of all steps,
-    shifts of the images included. `training loss` is the mean of the smoothed loss over the last
+    shifts of the images included. `training loss` has the mean of the smoothed loss over every
     epoch; `final training loss` is that of unshifted images without smoothing, after training.
     """
     device = images.x.device
