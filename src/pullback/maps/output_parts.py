@@ -139,7 +139,7 @@ class OutputParts(TorchFunctionMode):
         self.computed: list[ComputedWeight] = []
         #: names of parameters that a function inside of `torch.vmap` used as a weight
         self.vmapped: set[str] = set()
-        #: weights whose length has no effect
+        #: finds the weights whose length has no effect
         self.normalized = NormalizedWeights(names)
 
     def follow_output(self, weight: str | None, module: nn.Module, output: Tensor) -> None:

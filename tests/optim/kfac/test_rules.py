@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -1033,6 +1033,29 @@ def test_a_factor_without_a_root_fails_alone(kind: type[Spectral]) -> None:
     reports = list(rule.refresh_stacks(averages, make_states(rule, averages)))
     assert [report.failed for report in reports] == [set(), {0}]
     assert reports[1].notes == {0: ["its root did not converge"]}
+
+
+def test_through_a_batch_norm_the_output_factor_is_of_losses_with_signs() -> None:
+    """Signs of samples' losses are drawn; one of all choices gives the factor."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    layer, *rest = copy.deepcopy(model)
+    x = torch.randn(5, 3)
+    target = torch.arange(5) % 2
+    opt = pb.KFAC(model, rule="two-sided")
+    F.cross_entropy(model(x), target).backward()
+    opt.step()
+    (block,) = opt.gram().blocks
+    assert isinstance(block, Pair)
+    outputs = layer(x)
+    losses = F.cross_entropy(nn.Sequential(*rest)(outputs), target, reduction="none")
+    errors = []
+    for signs in product((1.0, -1.0), repeat=4):  # the first is +1: all may be turned
+        signed = losses @ torch.tensor((1.0, *signs))
+        (cotangents,) = torch.autograd.grad(signed, outputs, retain_graph=True)
+        factor = cotangents.T @ cotangents / len(x)
+        errors.append(float((factor - block.output_factor[0]).abs().max()))
+    assert min(errors) < 1e-12
+    assert errors[0] > 1e-3  # of the loss's own cotangents
 
 
 def test_two_sided_draws_targets_where_its_estimation_says_so() -> None:
