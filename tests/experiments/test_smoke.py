@@ -43,6 +43,7 @@ SLOW = {
     "kerekes-2022-support",
     "pde-benchmarks",
     "demo",
+    "race-images",
     "race-vision",
     "kerekes-2022-theorems",
     "influence-cifar",
@@ -137,6 +138,7 @@ TOO_SHORT = {
     "race-text-large",
     "race-text-largest",
     "race-text-short",
+    "race-images",
     "race-vision",
     "vision-recipe",
 }

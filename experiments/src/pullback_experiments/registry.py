@@ -48,6 +48,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         "race-text-largest",
         "race-text-short",
         "race-vision",
+        "race-images",
     ),
     "vision_recipe": ("vision-recipe",),
     "pde_benchmarks": ("pde-benchmarks",),

@@ -9,10 +9,12 @@ the run and then falls to zero along a line.
     race-text-largest  24 layers of width 1024, 300 steps
     race-text-short    the same network, 150 steps
     race-vision        CIFAR-10, ResNet-18 and a small ViT; --quick: digits
+    race-images        the same, with Muon and rates in brackets
 
-On text every rival's rate is doubled and halved, in runs of full length, until the best has a worse
-one on either side; `KFAC(model)` has its default rate. On images all have equally many rates to
-choose from, by runs of a third of the length on a seed that does not count otherwise.
+On text, and in `race-images`, every rival's rate is doubled and halved, in runs of full length,
+until the best has a worse one on either side; `KFAC(model)` has its default rate. In `race-vision`
+all have equally many rates to choose from, by runs of a third of the length on a seed that does not
+count otherwise.
 Seconds are steps times the pace of a run alone on its device, so that others may share it.
 Text is not seen twice, and whole files are held out. A loss falls fastest at the end of its
 schedule, so that K-FAC also runs with fewer steps and a schedule of its own:
@@ -70,6 +72,15 @@ VISION = {
     "adamw": Entrant((1e-3, 3e-3)),
     "kfac-spectral": Entrant((3e-3, 6e-3)),
     "kfac-eigenbasis": Entrant((1e-3, 3e-3)),
+}
+
+#: decoupled, and of weights alone
+_DECAY = {"weight_decay": 0.1}
+IMAGES = {
+    "kfac": Entrant((_DEFAULT_RATE,), _DECAY, fixed=True, lengths=(0.6,)),
+    "muon-0.9": Entrant((8e-3,), _DECAY),
+    "adamw": Entrant((1e-3,), _DECAY),
+    "sgd": Entrant((0.05,), {"weight_decay": 5e-4}),
 }
 
 
@@ -174,5 +185,22 @@ EXPERIMENTS = (
         quick_entrants=_keep_larger_rates(VISION),
         lengths=(1.0, 0.6),
         leads=(Lead("sgd", steps=0.6), Lead("adamw", steps=0.6)),
+    ),
+    BracketedRace(
+        name="race-images",
+        figure="ResNet-18 and a ViT on CIFAR-10, beside Muon",
+        claim="KFAC(model) at its default rate is where SGD and AdamW end on CIFAR-10 in 0.6 of "
+        "their steps, and where Muon ends in fewer steps",
+        about=f"{_ABOUT} Losses are of the 10,000 test images, by which rates are chosen too.",
+        tasks=("resnet", "vit"),
+        quick_tasks=("resnet-quick", "vit-quick"),
+        entrants=IMAGES,
+        quick_entrants={name: IMAGES[name] for name in ("kfac", "muon-0.9", "sgd")},
+        pace_steps=80,
+        leads=(
+            Lead("muon-0.9", steps=1.0, seconds=1.0),
+            Lead("adamw", steps=0.6, seconds=1.0),
+            Lead("sgd", steps=0.6, seconds=1.0),
+        ),
     ),
 )
