@@ -1038,7 +1038,7 @@ def test_a_factor_without_a_root_fails_alone(kind: type[Spectral]) -> None:
 def test_through_a_batch_norm_the_output_factor_is_of_losses_with_signs() -> None:
     """Signs of samples' losses are drawn; one of all choices gives the factor."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
-    layer, *rest = copy.deepcopy(model)
+    layer, *later_layers = copy.deepcopy(model)
     x = torch.randn(5, 3)
     target = torch.arange(5) % 2
     opt = pb.KFAC(model, rule="two-sided")
@@ -1047,7 +1047,7 @@ def test_through_a_batch_norm_the_output_factor_is_of_losses_with_signs() -> Non
     (block,) = opt.gram().blocks
     assert isinstance(block, Pair)
     outputs = layer(x)
-    losses = F.cross_entropy(nn.Sequential(*rest)(outputs), target, reduction="none")
+    losses = F.cross_entropy(nn.Sequential(*later_layers)(outputs), target, reduction="none")
     errors = []
     for signs in product((1.0, -1.0), repeat=4):  # the first is +1: all may be turned
         signed = losses @ torch.tensor((1.0, *signs))
