@@ -23,7 +23,6 @@ from itertools import product
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -167,14 +166,13 @@ class NormalizedWeights:
         self._known_edges: set[tuple[Any, Any]] = set()
 
     def list_nodes(self, args: Any, kwargs: Mapping[str, Any]) -> set[Any]:
-        """Return the nodes of the tensors that a function is about to be called with."""
-        nodes: set[Any] = set()
-        for tensor in _list_arguments(args, kwargs):
-            if tensor.grad_fn is not None:
-                nodes.add(tensor.grad_fn)
-            elif id(tensor) in self._names and tensor.requires_grad:
-                nodes.add(get_gradient_edge(tensor).node)
-        return nodes
+        """Return the nodes of the tensors that a function is about to be called with.
+
+        Those of parameters are known by their variables. To ask for one here would add a node to
+        the graph, whose nodes are counted.
+        """
+        arguments = _list_arguments(args, kwargs)
+        return {tensor.grad_fn for tensor in arguments if tensor.grad_fn is not None}
 
     def follow(
         self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, nodes: set[Any]
