@@ -107,7 +107,7 @@ def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
 def default(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """`KFAC(model)` as it is, but for the weight decay that all entrants have."""
     options = {"weight_decay": _DECAY, **settings}
-    groups = _make_decay_groups(model, options.pop("weight_decay"))
+    groups = make_decay_groups(model, options.pop("weight_decay"))
     return [KFAC(model, lr, params=groups, **options)]
 
 
@@ -145,11 +145,11 @@ def _make_kfac(
             rule_options[name.removeprefix("rule_")] = value
         else:
             options[name] = value
-    groups = _make_decay_groups(model, weight_decay)
+    groups = make_decay_groups(model, weight_decay)
     return KFAC(model, lr, rule=rule(**rule_options), params=groups, **options)
 
 
-def _make_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def make_decay_groups(model: nn.Module, weight_decay: float = _DECAY) -> list[dict[str, Any]]:
     """Return param groups of KFAC: matrices decay, gains do not."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
