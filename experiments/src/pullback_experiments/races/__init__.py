@@ -38,6 +38,11 @@ _THREE = (0, 1, 2)
 
 _OURS = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.8,))
 _TWO_SIDED = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.85,))
+#: whether the default rate carries from one size to another
+_OTHER_RATES = {
+    "kfac-rate-0.5": Entrant((_DEFAULT_RATE / 2,), fixed=True, seeds=(0,), pace_of="kfac"),
+    "kfac-rate-2": Entrant((2 * _DEFAULT_RATE,), fixed=True, seeds=(0,), pace_of="kfac"),
+}
 
 TEXT = {
     "kfac": _OURS,
@@ -48,24 +53,26 @@ TEXT = {
     "muon-0.9": Entrant((8e-3,)),
     "adamw": Entrant((1e-3,)),
     "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
+    **_OTHER_RATES,
 }
 LARGE = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9": Entrant((8e-3,)),
     "normuon-0.9-half": Entrant((4e-3,), seeds=(0,), pace_of="normuon-0.9"),
+    **_OTHER_RATES,
 }
 LARGEST = {
     "kfac": _OURS,
     "kfac-two-sided": Entrant((_DEFAULT_RATE,), fixed=True),
     "normuon-0.9-half": Entrant((2e-3,)),
+    **_OTHER_RATES,
 }
 SHORT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9-half": Entrant((4e-3,)),
-    "kfac-rate-0.5": Entrant((_DEFAULT_RATE / 2,), fixed=True, pace_of="kfac"),
-    "kfac-rate-2": Entrant((2 * _DEFAULT_RATE,), fixed=True, pace_of="kfac"),
+    **_OTHER_RATES,
 }
 VISION = {
     "sgd": Entrant((0.05, 0.2)),
@@ -153,8 +160,6 @@ EXPERIMENTS = (
         entrants=LARGEST,
         quick_entrants=LARGEST,
         pace_steps=40,
-        seeds=(0,),
-        shorter_seeds=(0,),
         leads=(Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),),
     ),
     BracketedRace(
