@@ -14,7 +14,16 @@ from pullback.optim.kfac import AdamW, Filters, Spectral
 from pullback.optim.kfac.rules import RuleState, StepContext
 
 from .network import RecipeNetwork
-from .optimizers import Build, Entrant, Normalization, kfac, make_sgd, muon, spectral
+from .optimizers import (
+    Build,
+    Entrant,
+    Normalization,
+    SGDRates,
+    kfac,
+    make_sgd,
+    muon,
+    spectral,
+)
 
 
 @dataclass(frozen=True)
@@ -151,4 +160,45 @@ ALL_PARAMETERS: dict[str, Entrant] = {
     "filters, momentum 0.9": _whole("filters: momentum 0.9", filters=Filters(momentum=0.9)),
     "no filters": _whole("filters like other weights", filters=None, others=AdamW(rate=0.5)),
 }
-ENTRANTS = {**MAIN, **CHANGES, **ALL_PARAMETERS}
+
+
+def _shorten(title: str, entrant: Entrant, **changes: Any) -> Entrant:
+    """Return an entrant that trains for 188 steps instead of 200."""
+    return replace(entrant, title=f"{title}, 188 steps", epochs=7.5, **changes)
+
+
+def _make_plain(lr: float = RATES.even, sgd: float = 1.0, **options: Any) -> Entrant:
+    """Return `plain` with other options of its rule, or rates of SGD so many times as large."""
+    rates = SGDRates()
+    rates = replace(rates, bias=sgd * rates.bias, head=sgd * rates.head)
+    rule = _rule(**{**_PLAIN, **options})
+
+    def build(model: RecipeNetwork) -> list[Optimizer]:
+        return [KFAC(model, lr, rule=rule(), params=model.filters), make_sgd(model, rates)]
+
+    return Entrant("", build, Normalization.ENTRIES)
+
+
+#: runs of fewer steps, and what may make up for them
+FEWER_STEPS: dict[str, Entrant] = {
+    "muon, 188 steps": _shorten("Muon, as published", MAIN["muon"]),
+    "plain, 188 steps": _shorten("Spectral(whitening=False, agreement=False)", MAIN["plain"]),
+    "plain, 188 steps, rate x1.2": _shorten("rate × 1.2", _make_plain(1.2 * RATES.even)),
+    "plain, 188 steps, rate x0.83": _shorten("rate × 0.83", _make_plain(RATES.even / 1.2)),
+    "plain, 188 steps, momentum 0.7": _shorten("momentum 0.7", _make_plain(momentum=0.7)),
+    "plain, 188 steps, momentum 0.5": _shorten("momentum 0.5", _make_plain(momentum=0.5)),
+    "plain, 188 steps, SGD x1.25": _shorten("rates of SGD × 1.25", _make_plain(sgd=1.25)),
+    "plain, 188 steps, average of 12": _shorten(
+        "average of the last 12 steps, rates fall to a tenth",
+        MAIN["plain"],
+        final_rate=0.1,
+        averaged_steps=12,
+    ),
+    "plain, 188 steps, average of 25": _shorten(
+        "average of the last 25 steps, rates fall to a fifth",
+        MAIN["plain"],
+        final_rate=0.2,
+        averaged_steps=25,
+    ),
+}
+ENTRANTS = {**MAIN, **CHANGES, **ALL_PARAMETERS, **FEWER_STEPS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -66,14 +66,18 @@ class Entrant:
         normalization: of filters before every step.
         freezes_patches: whether the bias of the first layer is trained in the first epochs alone,
             as in the recipe.
-        settings: for the record.
+        epochs: of its training, where not those of the recipe.
+        final_rate: what rates fall to, as a share of the first ones.
+        averaged_steps: the last steps whose weights are averaged for the evaluation.
     """
 
     title: str
     build: Build
     normalization: Normalization = Normalization.ROWS
     freezes_patches: bool = True
-    settings: dict[str, Any] = field(default_factory=dict)
+    epochs: float | None = None
+    final_rate: float = 0.0
+    averaged_steps: int = 0
 
 
 class RecipeMuon(Muon):
@@ -92,9 +96,8 @@ class RecipeMuon(Muon):
         return polar(g.lerp(m, group["momentum"]), self.iterations)
 
 
-def make_sgd(model: RecipeNetwork) -> Optimizer:
+def make_sgd(model: RecipeNetwork, rates: SGDRates = SGDRates()) -> Optimizer:  # noqa: B008
     """Return Nesterov's SGD for biases and head; the first group is the first layer's bias."""
-    rates = SGDRates()
 
     def make_group(params: Sequence[Tensor], lr: float) -> dict[str, Any]:
         return {"params": list(params), "lr": lr, "weight_decay": rates.decay / lr}

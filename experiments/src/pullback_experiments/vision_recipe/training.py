@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,9 @@ def train(recipe: Recipe, entrant: Entrant, images: DataSet, seed: int) -> Recor
     try:
         synchronize(device)
         start = time.perf_counter()
-        for epoch in range(recipe.epochs):
+        for epoch in range(ceil(run.epochs)):
             run.train_epoch(epoch)
+        run.average_weights()
         synchronize(device)
         seconds = time.perf_counter() - start
     finally:
@@ -107,7 +109,10 @@ class _Run:
         self._rates = [group["lr"] for group in self._groups]
         self._filters = model.filters
         entrant.normalization.apply(self._filters)  # running moments are of normalized filters
+        self.epochs = entrant.epochs or recipe.epochs
         self.steps_done = 0
+        self._steps = round(self.epochs * batches.steps)
+        self._mean = _RunningMean(model)
         #: the mean over each epoch of the loss of a batch
         self.epoch_losses: list[Tensor] = []
 
@@ -120,15 +125,23 @@ class _Run:
             patches.requires_grad_(False)
             patches.grad = None
         losses = []
-        for x, y in self._batches.iterate_epoch(epoch):
+        steps_left = self._steps - self.steps_done
+        for x, y in islice(self._batches.iterate_epoch(epoch), steps_left):
             self._set_rates(patches)
             losses.append(self._step(x, y))
+            if self._steps - self.steps_done < self._entrant.averaged_steps:
+                self._mean.update()
         self.epoch_losses.append(torch.stack(losses).mean())
 
+    def average_weights(self) -> None:
+        """Give the model the mean over the last steps, if the entrant asks for it."""
+        if self._entrant.averaged_steps:
+            self._mean.store()
+
     def _set_rates(self, patches: Tensor) -> None:
-        """Let all rates fall to zero along a line, and that of the first layer's bias sooner."""
+        """Let all rates fall along a line, and that of the first layer's bias to zero sooner."""
         epochs_done = self.steps_done / self._batches.steps
-        factor = 1 - epochs_done / self._recipe.epochs
+        factor = 1 - (1 - self._entrant.final_rate) * epochs_done / self.epochs
         patch_factor = max(0.0, 1 - epochs_done / self._recipe.patch_epochs)
         for group, rate in zip(self._groups, self._rates, strict=True):
             is_of_patches = len(group["params"]) == 1 and group["params"][0] is patches
@@ -151,6 +164,29 @@ class _Run:
             optimizer.step()
         self.steps_done += 1
         return loss.detach()
+
+
+class _RunningMean:
+    """The mean over some steps of a model's parameters and running moments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = chain(model.parameters(), model.buffers())
+        self._tensors = [t for t in tensors if t.is_floating_point()]
+        self._means: list[Tensor] = []
+        self._count = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model as it is now into the mean."""
+        self._count += 1
+        if not self._means:
+            self._means = [t.detach().clone() for t in self._tensors]
+        torch._foreach_lerp_(self._means, self._tensors, 1 / self._count)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Write the mean into the model."""
+        torch._foreach_copy_(self._tensors, self._means)
 
 
 @torch.no_grad()
