@@ -16,14 +16,16 @@ Curve = Mapping[float, float]
 
 #: times fewer outer steps by 122 inner steps of Muon (Abreu et al., 2025, arXiv:2510.09378)
 PUBLISHED_RATIO = 5.4
-#: claims that did not hold in the full run; of the first two it is not known, since no run of
-#: ordinary steps was long enough
+#: claims that did not hold in the full run; of the last one it is not known, since no run of
+#: ordinary steps on batches of 64 was long enough
 NOT_HOLDING = frozenset(
     (
         "batches of 16: 20 inner steps of K-FAC take 5.4 times fewer outer steps",
         "batches of 16: 20 inner steps of Muon take 5.4 times fewer outer steps",
         "batches of 16: 20 inner steps of K-FAC take fewer passes than steps on minibatches",
         "batches of 16: 20 inner steps of Muon take fewer passes than steps on minibatches",
+        "batches of 64: 20 inner steps of K-FAC take fewer passes than steps on minibatches",
+        "batches of 64: 20 inner steps of K-FAC take 5.4 times fewer outer steps",
     )
 )
 NAMES = {"kfac": "K-FAC", "muon-0.9": "Muon"}
