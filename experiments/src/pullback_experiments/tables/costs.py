@@ -103,29 +103,33 @@ def _list_spectral_costs(model: str) -> list[str]:
     return [times(ours["ratio"]), times(memory)]
 
 
-def vision() -> Rows:
-    """Medians of three seeds on CIFAR-10, without the eigenbasis rule."""
-    rows = [["network", "optimizer", "rate", "test loss", "accuracy"]]
-    for table in record("race-vision")["summary"]["tables"]:
-        network = table["title"].split()[0].rstrip(":")
-        for optimizer, rate, _, loss, accuracy, *_ in table["rows"]:
-            if "eigenbasis" not in optimizer:
-                rows.append([network, optimizer, rate, loss, accuracy])
-    return rows
-
-
 def race_text() -> Rows:
-    """Every optimizer of the race on text, the lowest loss first, with the rates that it tried."""
+    """Optimizers of the race on text, the lowest loss first, with the rates that they tried.
+
+    Rows of one seed, with other rates of ours, are left out.
+    """
     losses, rates = (table["rows"] for table in record("race-text")["summary"]["tables"])
     tried: dict[str, list[str]] = {}
     for optimizer, rate, loss in rates:
         tried.setdefault(optimizer, []).append(f"{rate}: {float(loss):.3f}")
     rows = []
     for optimizer, rate, steps, loss, _, _, ms, seeds in sorted(losses, key=lambda row: row[3]):
+        if seeds == "1":
+            continue
         searched = ", ".join(tried.get(optimizer, ["–"]))
         rows.append([optimizer, rate, steps, loss, ms, seeds, searched])
     head = ["optimizer", "rate", "steps", "held-out loss", "ms a step", "seeds", "rates, seed 0"]
     return [head, *rows]
+
+
+def race_images() -> Rows:
+    """Every optimizer of the races on images."""
+    rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy", "ms a step"]]
+    for losses in record("race-images")["summary"]["tables"][:2]:
+        network = losses["title"].split()[0].rstrip(":")
+        for optimizer, rate, steps, loss, accuracy, _, ms, _ in losses["rows"]:
+            rows.append([network, optimizer, rate, steps, loss, accuracy, ms])
+    return rows
 
 
 @dataclass(frozen=True)
