@@ -11,7 +11,6 @@ from math import pi
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from pullback.pde.discretization.trial import Trial
 from pullback.pde.judgement.validation import Validation
 
 from .checks import Checks, only, same_everywhere, told_everywhere
-from .world import World, place, round_off
+from .world import HANGS, World, place, round_off
 
 CHECKS = Checks(__name__)
 
@@ -332,14 +331,12 @@ def _kill_one_process(rank: int, size: int) -> None:
 
 def test_a_lost_process_is_an_error() -> None:
     processes = World(2, seconds=20.0)
-    start = perf_counter()
     try:
-        first, second = processes.errors(_kill_one_process)
+        errors = processes.errors(_kill_one_process)
     finally:
         processes.close()
-    assert first is not None
-    assert second is not None
-    assert perf_counter() - start < 60
+    assert all(errors)
+    assert HANGS not in errors
 
 
 def test_processes_that_were_not_introduced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +373,5 @@ def test_torchrun_is_interrupted(tmp_path: Path, number: int) -> None:
         assert run.stdout is not None
         assert run.stdout.readline() == "three\n"
         run.send_signal(number)
-        start = perf_counter()
-        assert run.wait(60) != 0
-        assert perf_counter() - start < 25  # torchrun kills after 30 seconds
+        assert run.wait(25) != 0  # torchrun kills after 30 seconds
     assert len(torch.load(saved, weights_only=True)["history"]["loss"]) >= 3

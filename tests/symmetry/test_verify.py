@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,12 +100,10 @@ def deep(blocks: int, width: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -> None:
+def test_many_batch_norms_are_reported_as_one(training: bool) -> None:
     model = randomize(deep(6, 4)).train(training)
     x = normal(6, 2, 5, 5)
-    start = time.process_time()
     symmetry = find(model, x)
-    assert time.process_time() - start < 15
     assert len(symmetry.rejected) == (6 if training else 0)
     assert str(symmetry).count("rejected") == (1 if training else 0)
     if training:
