@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pullback_experiments.vision_recipe.batches import RecipeBatches, list_views
 from pullback_experiments.vision_recipe.entrants import ENTRANTS, PartlyAgreeing
 from pullback_experiments.vision_recipe.experiment import VisionRecipe
 from pullback_experiments.vision_recipe.network import RecipeNetwork
+from pullback_experiments.vision_recipe.training import Recipe, train
 
 
 def test_missing_pictures_are_told_before_anything_runs(
@@ -76,3 +78,17 @@ def test_every_entrant_has_a_title_of_its_own() -> None:
     titles = [entrant.title for entrant in ENTRANTS.values()]
     assert all(titles)
     assert len(set(titles)) == len(titles)
+
+
+def test_fewer_epochs_end_within_one_and_average_the_last_weights() -> None:
+    """The average over one step is that of the run without any."""
+    images = generate_pictures((3, 32, 32), classes=10, samples=40)
+    recipe = Recipe(batch=20, epochs=2, patch_epochs=1, widths=(4, 4, 4), whitened_images=40)
+    records = []
+    for averaged_steps in (0, 1, 3):
+        entrant = replace(ENTRANTS["plain"], epochs=1.5, averaged_steps=averaged_steps)
+        records.append(train(recipe, entrant, images, seed=0))
+    without, last, three = records
+    assert without["steps"] == round(1.5 * len(images.x) / 20)
+    assert last["test loss"] == without["test loss"]
+    assert three["test loss"] != without["test loss"]

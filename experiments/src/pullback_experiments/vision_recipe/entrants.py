@@ -15,10 +15,10 @@ from pullback.optim.kfac.rules import RuleState, StepContext
 
 from .network import RecipeNetwork
 from .optimizers import (
+    PUBLISHED_RATES,
     Build,
     Entrant,
     Normalization,
-    SGDRates,
     kfac,
     make_sgd,
     muon,
@@ -169,8 +169,8 @@ def _shorten(title: str, entrant: Entrant, **changes: Any) -> Entrant:
 
 def _make_plain(lr: float = RATES.even, sgd: float = 1.0, **options: Any) -> Entrant:
     """Return `plain` with other options of its rule, or rates of SGD so many times as large."""
-    rates = SGDRates()
-    rates = replace(rates, bias=sgd * rates.bias, head=sgd * rates.head)
+    published = PUBLISHED_RATES
+    rates = replace(published, bias=sgd * published.bias, head=sgd * published.head)
     rule = _rule(**{**_PLAIN, **options})
 
     def build(model: RecipeNetwork) -> list[Optimizer]:

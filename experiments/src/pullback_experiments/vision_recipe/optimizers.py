@@ -56,6 +56,9 @@ class SGDRates:
     decay: float = 4e-3
 
 
+PUBLISHED_RATES = SGDRates()
+
+
 @dataclass(frozen=True)
 class Entrant:
     """How the network is trained.
@@ -96,7 +99,7 @@ class RecipeMuon(Muon):
         return polar(g.lerp(m, group["momentum"]), self.iterations)
 
 
-def make_sgd(model: RecipeNetwork, rates: SGDRates = SGDRates()) -> Optimizer:  # noqa: B008
+def make_sgd(model: RecipeNetwork, rates: SGDRates = PUBLISHED_RATES) -> Optimizer:
     """Return Nesterov's SGD for biases and head; the first group is the first layer's bias."""
 
     def make_group(params: Sequence[Tensor], lr: float) -> dict[str, Any]:
