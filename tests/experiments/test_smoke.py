@@ -44,7 +44,6 @@ SLOW = {
     "pde-benchmarks",
     "demo",
     "race-images",
-    "race-vision",
     "kerekes-2022-theorems",
     "influence-cifar",
     "influence-mnist",
@@ -139,7 +138,6 @@ TOO_SHORT = {
     "race-text-largest",
     "race-text-short",
     "race-images",
-    "race-vision",
     "vision-recipe",
 }
 

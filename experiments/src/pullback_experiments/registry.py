@@ -47,7 +47,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         "race-text-large",
         "race-text-largest",
         "race-text-short",
-        "race-vision",
         "race-images",
     ),
     "vision_recipe": ("vision-recipe",),

@@ -116,7 +116,6 @@ QUICK: dict[str, float] = {
     "race-text-large": 50,
     "race-text-largest": 50,
     "race-text-short": 50,
-    "race-vision": 80,
     "race-images": 120,
     "vision-recipe": 8,
     "pde-benchmarks": 69,

@@ -8,93 +8,77 @@ the run and then falls to zero along a line.
     race-text-large    12 layers of width 768
     race-text-largest  24 layers of width 1024, 300 steps
     race-text-short    the same network, 150 steps
-    race-vision        CIFAR-10, ResNet-18 and a small ViT; --quick: digits
-    race-images        the same, with Muon and rates in brackets
+    race-images        CIFAR-10, ResNet-18 and a small ViT; --quick: digits
 
-On text, and in `race-images`, every rival's rate is doubled and halved, in runs of full length,
-until the best has a worse one on either side; `KFAC(model)` has its default rate. In `race-vision`
-all have equally many rates to choose from, by runs of a third of the length on a seed that does not
-count otherwise.
-Seconds are steps times the pace of a run alone on its device, so that others may share it.
-Text is not seen twice, and whole files are held out. A loss falls fastest at the end of its
-schedule, so that K-FAC also runs with fewer steps and a schedule of its own:
-the claim "in 0.8 of the steps" holds if some run of ours is at the rival's final loss by then.
-The networks have no biases, learned positions, and separate
-layers for q, k and v; on CUDA they run in bfloat16 with fused attention.
+Every rival's rate is doubled and halved, in runs of full length, until the best has a worse one on
+either side; `KFAC(model)` has its default rate. Seconds are steps times the pace of a run alone on
+its device, so that others may share it. Text is not seen twice, and whole files are held out.
+
+A loss falls fastest at the end of its schedule, so that K-FAC also runs with fewer steps and a
+schedule of its own: the claim "in 0.8 of the steps" holds if some run of ours is at the rival's
+final loss by then. The networks have no biases, learned positions, and separate layers for q, k
+and v; on CUDA they run in bfloat16 with fused attention.
 """
 
 from __future__ import annotations
 
-from .bracket import BracketedRace
 from .checks import Lead
 from .experiment import Entrant, Race
 
-__all__ = ["EXPERIMENTS", "BracketedRace", "Race"]
+__all__ = ["EXPERIMENTS", "Race"]
 
 #: the default rate of KFAC
 _DEFAULT_RATE = 6e-3
 _TWO = (0, 1)
 _THREE = (0, 1, 2)
 
-_OURS = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.8,))
-_TWO_SIDED = Entrant((_DEFAULT_RATE,), fixed=True, lengths=(0.85,))
+_OURS = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.8,))
+_TWO_SIDED = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,))
 #: whether the default rate carries from one size to another
 _OTHER_RATES = {
-    "kfac-rate-0.5": Entrant((_DEFAULT_RATE / 2,), fixed=True, seeds=(0,), pace_of="kfac"),
-    "kfac-rate-2": Entrant((2 * _DEFAULT_RATE,), fixed=True, seeds=(0,), pace_of="kfac"),
+    "kfac-rate-0.5": Entrant(_DEFAULT_RATE / 2, fixed=True, seeds=(0,), pace_of="kfac"),
+    "kfac-rate-2": Entrant(2 * _DEFAULT_RATE, fixed=True, seeds=(0,), pace_of="kfac"),
 }
 
 TEXT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
-    "soap": Entrant((2e-3,), seeds=_THREE),
-    "normuon-0.9": Entrant((8e-3,)),
-    "normuon-0.9-half": Entrant((8e-3,), seeds=_THREE, pace_of="normuon-0.9"),
-    "muon-0.9": Entrant((8e-3,)),
-    "adamw": Entrant((1e-3,)),
-    "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
+    "soap": Entrant(2e-3, seeds=_THREE),
+    "normuon-0.9": Entrant(8e-3),
+    "normuon-0.9-half": Entrant(8e-3, seeds=_THREE, pace_of="normuon-0.9"),
+    "muon-0.9": Entrant(8e-3),
+    "adamw": Entrant(1e-3),
+    "kfac-adapt-0.99": Entrant(_DEFAULT_RATE, fixed=True, seeds=_TWO, pace_of="kfac"),
     **_OTHER_RATES,
 }
 LARGE = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
-    "normuon-0.9": Entrant((8e-3,)),
-    "normuon-0.9-half": Entrant((4e-3,), seeds=(0,), pace_of="normuon-0.9"),
+    "normuon-0.9": Entrant(8e-3),
+    "normuon-0.9-half": Entrant(4e-3, seeds=(0,), pace_of="normuon-0.9"),
     **_OTHER_RATES,
 }
 LARGEST = {
     "kfac": _OURS,
-    "kfac-two-sided": Entrant((_DEFAULT_RATE,), fixed=True),
-    "normuon-0.9-half": Entrant((2e-3,)),
+    "kfac-two-sided": Entrant(_DEFAULT_RATE, fixed=True),
+    "normuon-0.9-half": Entrant(2e-3),
     **_OTHER_RATES,
 }
 SHORT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
-    "normuon-0.9-half": Entrant((4e-3,)),
+    "normuon-0.9-half": Entrant(4e-3),
     **_OTHER_RATES,
-}
-VISION = {
-    "sgd": Entrant((0.05, 0.2)),
-    "adamw": Entrant((1e-3, 3e-3)),
-    "kfac-spectral": Entrant((3e-3, 6e-3)),
-    "kfac-eigenbasis": Entrant((1e-3, 3e-3)),
 }
 
 #: decoupled, and of weights alone
 _DECAY = {"weight_decay": 0.1}
 IMAGES = {
-    "kfac": Entrant((_DEFAULT_RATE,), _DECAY, fixed=True, lengths=(0.6,)),
-    "muon-0.9": Entrant((8e-3,), _DECAY),
-    "adamw": Entrant((1e-3,), _DECAY),
-    "sgd": Entrant((0.05,), {"weight_decay": 5e-4}),
+    "kfac": Entrant(_DEFAULT_RATE, _DECAY, fixed=True, shares=(0.6,)),
+    "muon-0.9": Entrant(8e-3, _DECAY),
+    "adamw": Entrant(1e-3, _DECAY),
+    "sgd": Entrant(0.05, {"weight_decay": 5e-4}),
 }
-
-
-def _keep_larger_rates(entrants: dict[str, Entrant]) -> dict[str, Entrant]:
-    """Return the larger rates, since runs are short."""
-    return {name: Entrant(e.rates[-2:], e.settings) for name, e in entrants.items()}
-
 
 _ABOUT = (
     "Rates of rivals are doubled and halved until the best is inside, in runs of full length on "
@@ -103,7 +87,7 @@ _ABOUT = (
 )
 
 EXPERIMENTS = (
-    BracketedRace(
+    Race(
         name="race-text",
         figure="a decoder of 10.9M parameters",
         claim="KFAC(model) at its default rate ends below NorMuon, Muon, SOAP and AdamW on text; "
@@ -132,7 +116,7 @@ EXPERIMENTS = (
             *(True, True),  # AdamW
         ),
     ),
-    BracketedRace(
+    Race(
         name="race-text-large",
         figure="a decoder of 85.7M parameters",
         claim="KFAC(model) at its default rate is where NorMuon ends in 0.8 of its steps and in "
@@ -149,7 +133,7 @@ EXPERIMENTS = (
             Lead("normuon-0.9-half", below=0.003, steps=0.8, seconds=1.0),
         ),
     ),
-    BracketedRace(
+    Race(
         name="race-text-largest",
         figure="a decoder of 303M parameters",
         claim="KFAC(model) at its default rate is where NorMuon ends in 0.85 of its steps and in "
@@ -162,7 +146,7 @@ EXPERIMENTS = (
         pace_steps=40,
         leads=(Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),),
     ),
-    BracketedRace(
+    Race(
         name="race-text-short",
         figure="a decoder of 303M parameters, few steps",
         claim="in 150 steps KFAC(model) at its default rate ends above tuned NorMuon, at half of "
@@ -179,19 +163,6 @@ EXPERIMENTS = (
         leads=(Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),),
     ),
     Race(
-        name="race-vision",
-        figure="ResNet-18 and a ViT on CIFAR-10",
-        claim="K-FAC's rules are where SGD and AdamW end on CIFAR-10 in 0.6 of their steps",
-        about="Two rates each, then three seeds at the best; the same batches, order and schedule. "
-        "Losses are of the 10,000 test images.",
-        tasks=("resnet", "vit"),
-        quick_tasks=("resnet-quick", "vit-quick"),
-        entrants=VISION,
-        quick_entrants=_keep_larger_rates(VISION),
-        lengths=(1.0, 0.6),
-        leads=(Lead("sgd", steps=0.6), Lead("adamw", steps=0.6)),
-    ),
-    BracketedRace(
         name="race-images",
         figure="ResNet-18 and a ViT on CIFAR-10, beside Muon",
         claim="KFAC(model) at its default rate is where SGD and AdamW end on CIFAR-10 in 0.6 of "

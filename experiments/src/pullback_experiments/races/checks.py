@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: records over seeds, by optimizer; runs with fewer steps are called "kfac, 0.85", or "ours, 0.85"
-#: where the best of ours ran
+#: records over seeds, by optimizer; runs with fewer steps are called "kfac, 0.85"
 GroupedRecords = Mapping[str, Sequence[Record]]
 
 
@@ -124,7 +123,7 @@ def _median_at(records: Sequence[Record], name: str, i: int) -> float:
 
 def _runs_of_ours(records: GroupedRecords, ours: Sequence[str]) -> list[Sequence[Record]]:
     """Return runs of K-FAC's rules, of full length and shorter."""
-    return [runs for name, runs in records.items() if _entrant(name) in {*ours, "ours"}]
+    return [runs for name, runs in records.items() if _entrant(name) in ours]
 
 
 def table(records: GroupedRecords, heading: str) -> Table:
@@ -133,7 +132,7 @@ def table(records: GroupedRecords, heading: str) -> Table:
     for name, runs in records.items():
         rows.append(
             [
-                title(name, runs[0]["method"]),
+                title(name),
                 f"{runs[0]['lr']:g}",
                 str(runs[0]["steps"]),
                 f"{final(runs):.4f}",
@@ -176,38 +175,45 @@ _NAMES = {
 }
 
 
-def title(name: str, method: str = "kfac-spectral") -> str:
-    """Return an optimizer's name for readers, or that of a shorter run of `method`.
+def name_shorter_run(entrant: str, share: float) -> str:
+    """Return the name of an entrant's runs with a share of the steps.
 
-    >>> title("muon-0.9"), title("ours, 0.85"), title("kfac, 0.8")
-    ('Muon, momentum 0.9', 'K-FAC, spectral, 0.85 of the steps', 'K-FAC, 0.8 of the steps')
+    >>> name_shorter_run("kfac", 0.8)
+    'kfac, 0.8'
     """
-    if not _shorter(name):
-        return _NAMES.get(name, name)
+    return f"{entrant}, {share:g}"
+
+
+def title(name: str) -> str:
+    """Return the name for readers of an optimizer, or of its runs with fewer steps.
+
+    >>> title("muon-0.9"), title("kfac, 0.8")
+    ('Muon, momentum 0.9', 'K-FAC, 0.8 of the steps')
+    """
     entrant, _, share = name.partition(", ")
-    if entrant == "ours":
-        entrant = method
-    return f"{_NAMES.get(entrant, entrant)}, {share} of the steps"
+    words = _NAMES.get(entrant, entrant)
+    if share:
+        return f"{words}, {share} of the steps"
+    return words
 
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
 
 
 def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
-    """Draw medians and quartiles over seeds; shorter runs of ours are dashed."""
+    """Draw medians and quartiles over seeds; runs with fewer steps are dashed."""
     figure = plots.make_figure(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, records) in zip(panels, races.items(), strict=True):
-        colors = plots.assign_colors(n for n in records if not _shorter(n))
+        colors = plots.assign_colors(n for n in records if not _is_shorter(n))
         for axes, along in zip(row, _ALONG, strict=True):
             for method, runs in records.items():
                 xs = _places(runs, along)
                 ys = [r["held-out loss"] for r in runs]
-                color = colors[_full_method(method, runs)]
                 style = {}
-                if _shorter(method):
+                if _is_shorter(method):
                     style = {"ls": "--", "lw": 1.2}
-                plots.plot_band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
+                plots.plot_band(axes, xs, ys, colors[_entrant(method)], title(method), **style)
             plots.format_axes(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(records))
             axes.set_xlim(left=0)
@@ -220,26 +226,18 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
 
 def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
     """Return the lines of the figure for the report."""
-    colors = plots.assign_places(n for n in records if not _shorter(n))
+    colors = plots.assign_places(n for n in records if not _is_shorter(n))
     lines = []
     for name, runs in records.items():
         if not runs:
             continue
-        method = _full_method(name, runs)
         style = "solid"
-        if _shorter(name):
+        if _is_shorter(name):
             style = "dashed"
-        words = title(name, method)
-        color = colors.get(method)
+        color = colors.get(_entrant(name))
+        words = title(name)
         lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
     return [line for line in lines if line is not None]
-
-
-def _full_method(name: str, runs: Sequence[Record]) -> str:
-    """Return the method of an entrant; a shorter run of ours has that of its records."""
-    if _shorter(name):
-        return runs[0]["method"]
-    return name
 
 
 def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
@@ -250,12 +248,13 @@ def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
     return [middle[: len(r[along])] for r in runs]
 
 
-def _shorter(name: str) -> bool:
+def _is_shorter(name: str) -> bool:
+    """Return True if these runs have fewer steps than the race."""
     return ", " in name
 
 
 def _entrant(name: str) -> str:
-    """Return whose run it is, of full length or shorter."""
+    """Return whose runs these are, of full length or shorter."""
     return name.partition(", ")[0]
 
 

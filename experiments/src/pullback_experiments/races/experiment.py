@@ -1,20 +1,25 @@
-"""The experiment: rates for every optimizer, the best over seeds, and shorter runs of ours."""
+"""The experiment: a rate for every optimizer, runs over seeds, and shorter runs."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from pullback.cli import files
+
 from ..framework.check import Check
-from ..framework.curves import Chart, finite
-from ..framework.experiment import Context, Experiment, Item
+from ..framework.curves import Chart
+from ..framework.experiment import Context, Experiment, Item, Paused
 from ..framework.records import Record
-from ..framework.store import Results
+from ..framework.store import Key, Results
 from ..framework.tabular import Table, count_of
-from .checks import GroupedRecords, Lead, series, table
+from .bracket import bracket, find_best
+from .checks import GroupedRecords, Lead, name_shorter_run, series, table, title
 from .loop import RaceTask, run
 from .networks import ImageData
 from .tasks import TASKS
@@ -30,37 +35,39 @@ class Entrant:
     """An optimizer of a race.
 
     Attributes:
-        rates: to choose from.
+        rate: of all its runs if it is fixed; otherwise where the search for one starts.
         settings: of its constructor, over those of the table of optimizers.
-        fixed: whether the first rate is taken without a search.
+        fixed: whether it runs at `rate` without a search.
         seeds: it runs with these alone, where not with all of the race.
-        lengths: shares of the steps for which it runs too, each with its schedule (bracketed
-            races).
+        shares: of the steps, for which it runs too if it is fixed, each with its own schedule.
         pace_of: the entrant whose steps cost as much, which is timed in its place.
     """
 
-    rates: Sequence[float]
+    rate: float
     settings: Mapping[str, Any] = field(default_factory=dict)
     fixed: bool = False
     seeds: Sequence[int] | None = None
-    lengths: Sequence[float] = ()
+    shares: Sequence[float] = ()
     pace_of: str | None = None
 
     def describe(self) -> Record:
         """Return everything its runs depend on."""
-        return {"rates": list(self.rates), **self.settings}
+        return {"rates": [self.rate], **self.settings}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Race(Experiment):
     """Networks that every optimizer trains on the same batches.
 
+    The rate of an entrant that is not fixed is searched by `bracket`, in runs of full length on a
+    seed of the race; the run at the best rate is the entrant's run with that seed.
+
     Attributes:
         tasks, quick_tasks: names in `TASKS`.
         entrants, quick_entrants: optimizers by name.
-        search, search_seed: the share of the steps, and the seed, with which rates are compared.
+        search_seed: the seed with which rates are searched.
+        shorter_seeds: the seeds of runs with fewer steps, where not all of the race.
         pace_steps: of the run that times a step; its second half counts.
-        lengths: shares of the steps for which the best of ours runs too, each with its schedule.
         ours: names of the entrants that claims are about.
         leads: what is claimed, of each task.
         expected_outcomes: which of the claims held in the full runs, task after task; all if empty.
@@ -71,11 +78,10 @@ class Race(Experiment):
     quick_tasks: Sequence[str]
     entrants: Mapping[str, Entrant]
     quick_entrants: Mapping[str, Entrant]
-    search: float = 1 / 3
-    search_seed: int = 100
+    search_seed: int = 0
+    shorter_seeds: Sequence[int] | None = (0, 1, 2)
     pace_steps: int = 160
-    lengths: Sequence[float] = (1.0, 0.85, 0.5)
-    ours: Sequence[str] = ("kfac-spectral", "kfac-eigenbasis")
+    ours: Sequence[str] = ("kfac",)
     leads: Sequence[Lead] = ()
     expected_outcomes: Sequence[bool] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -93,17 +99,10 @@ class Race(Experiment):
             return dict(self.quick_entrants)
         return dict(self.entrants)
 
-    def _ours(self, quick: bool) -> list[str]:
-        return [name for name in self._entrants(quick) if name in self.ours]
-
-    def _shorter(self, quick: bool) -> list[float]:
-        return [share for share in self.lengths if share < 1 and self._ours(quick)]
-
     def config(self, quick: bool) -> dict[str, Any]:
         return {
             "tasks": {name: task.describe() for name, task in self._tasks(quick).items()},
-            "search": self.search,
-            "lengths": list(self.lengths),
+            "search": 1.0,  # the share of the steps with which rates are compared
             "search seed": self.search_seed,
             "methods": {n: e.describe() for n, e in self._entrants(quick).items()},
         }
@@ -114,43 +113,66 @@ class Race(Experiment):
                 task.batches.load()
 
     def smoke(self) -> Self:
-        few = {n: replace(e, rates=e.rates[:1]) for n, e in self.quick_entrants.items()}
         changes = {"steps": 2, "evaluations": 1, "held_batch": 8, "held_batches": 1}
         changes = {**self.changes, **changes}
-        one = self.quick_tasks[:1]
-        return replace(self, judged=False, quick_tasks=one, quick_entrants=few, changes=changes)
+        return replace(self, judged=False, quick_tasks=self.quick_tasks[:1], changes=changes)
+
+    # --- what there is to do ----------------------------------------------------------------------
 
     def items(self, quick: bool) -> list[Item]:
-        out = []
+        items = []
         for task in self._tasks(quick):
-            for name in self._entrants(quick):  # first, when nothing else runs yet
-                pace = partial(self._measure_pace, task, name)
-                out.append(Item(("pace", task, name), pace, once=True))
+            items += self._make_pace_items(task, quick)  # first, when nothing else runs yet
             for name, entrant in self._entrants(quick).items():
-                for number in range(len(entrant.rates)):
-                    work = partial(self._try_rate, task, name, number)
-                    out.append(Item(_trial(task, name, number), work, once=True))
-                out.append(Item((task, name), partial(self._train_at_best, task, [name], 1.0)))
-            for share in self._shorter(quick):
-                work = partial(self._train_at_best, task, self._ours(quick), share)
-                out.append(Item((task, f"ours, {share:g}"), work))
-        return out
+                if entrant.fixed:
+                    items += self._make_fixed_items(task, name, entrant)
+                else:
+                    items += self._make_searched_items(task, name, entrant)
+        return items
 
-    def _try_rate(self, task: str, name: str, number: int, context: Context) -> Record:
-        """Run one rate, on the seed of searches."""
-        rate = self._entrants(context.quick)[name].rates[number]
-        context = replace(context, seed=self.search_seed)
-        record = self._run(task, name, rate, self.search, context)
-        return {"method": name, "lr": rate, "score": finite(record["final"]), "ms": record["ms"]}
+    def _make_pace_items(self, task: str, quick: bool) -> list[Item]:
+        """Return the timings of all entrants but those that have the pace of another."""
+        items = []
+        for name, entrant in self._entrants(quick).items():
+            if entrant.pace_of is None:
+                work = partial(self._measure_pace, task, name)
+                items.append(Item(_pace_key(task, name), work, once=True))
+        return items
+
+    def _make_fixed_items(self, task: str, name: str, entrant: Entrant) -> list[Item]:
+        """Return the runs of an entrant without a search: of full length, then the shorter ones."""
+        work = partial(self._train_at_fixed_rate, task, name, 1.0)
+        items = [Item((task, name), work, seeds=entrant.seeds, after=())]
+        seeds = self._find_shorter_seeds(entrant)
+        for share in entrant.shares:
+            work = partial(self._train_at_fixed_rate, task, name, share)
+            items.append(Item((task, name_shorter_run(name, share)), work, seeds=seeds, after=()))
+        return items
+
+    def _find_shorter_seeds(self, entrant: Entrant) -> Sequence[int] | None:
+        """Return the seeds of an entrant's shorter runs: those that both it and these have."""
+        if entrant.seeds is None or self.shorter_seeds is None:
+            return entrant.seeds or self.shorter_seeds
+        return [seed for seed in self.shorter_seeds if seed in entrant.seeds]
+
+    def _make_searched_items(self, task: str, name: str, entrant: Entrant) -> list[Item]:
+        """Return the search for an entrant's rate, and the runs at the best one."""
+        key = _search_key(task, name)
+        work = partial(self._search_rate, task, name)
+        search = Item(key, work, once=True, resumable=True, after=())
+        work = partial(self._train_at_best_rate, task, name)
+        return [search, Item((task, name), work, seeds=entrant.seeds, after=[key])]
+
+    # --- doing it ---------------------------------------------------------------------------------
 
     def _measure_pace(self, task: str, name: str, context: Context) -> Record:
-        """Return the seconds of a step, of a run that should be alone on its device."""
+        """Return the milliseconds of a step, of a run that should be alone on its device."""
         what = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
         record = run(
             replace(what, evaluations=2),
             name,
-            entrant.rates[0],
+            entrant.rate,
             seed=self.search_seed,
             device=context.device,
             steps=min(self.pace_steps, what.steps),
@@ -160,17 +182,38 @@ class Race(Experiment):
         _, before, after = record["seconds"]
         return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
 
-    def _train_at_best(
-        self, task: str, names: Sequence[str], share: float, context: Context
-    ) -> Record:
-        """Run the best of these optimizers at the best of its rates."""
-        entrants = self._entrants(context.quick)
-        trials = []
-        for name in names:
-            for number in range(len(entrants[name].rates)):
-                trials.append(context.finished.once(*_trial(task, name, number)))
-        best = min(trials, key=lambda trial: trial["score"])
-        return self._run(task, best["method"], best["lr"], share, context)
+    def _train_at_fixed_rate(self, task: str, name: str, share: float, context: Context) -> Record:
+        """Train for a share of the steps at the rate that the entrant was given."""
+        rate = self._entrants(context.quick)[name].rate
+        return self._run(task, name, rate, share, context)
+
+    def _search_rate(self, task: str, name: str, context: Context) -> Record:
+        """Return the runs of a bracket, and the rate of the best one."""
+        start = self._entrants(context.quick)[name].rate
+        context = replace(context, seed=self.search_seed)
+        runs = bracket(partial(self._load_or_train, task, name, context), start)
+        return {"method": name, "lr": find_best(runs)["lr"], "runs": runs}
+
+    def _load_or_train(self, task: str, name: str, context: Context, rate: float) -> Record:
+        """Return the search's run at one rate: from its checkpoint, or trained now and saved.
+
+        Raise `Paused` if the time that is left may not suffice for it.
+        """
+        path = context.checkpoint_folder / f"rate-{rate:g}.json"
+        if path.exists():
+            return json.loads(path.read_text("utf-8"))
+        if context.left <= _slowest_run(context.checkpoint_folder):
+            raise Paused
+        record = self._run(task, name, rate, 1.0, context)
+        files.write_text(path, json.dumps(record))
+        return record
+
+    def _train_at_best_rate(self, task: str, name: str, context: Context) -> Record:
+        """Train at the best rate of the search; with the search's seed, return its run."""
+        search = context.finished.once(*_search_key(task, name))
+        if context.seed == self.search_seed:
+            return find_best(search["runs"])
+        return self._run(task, name, search["lr"], 1.0, context)
 
     def _run(self, task: str, name: str, rate: float, share: float, context: Context) -> Record:
         what = self._tasks(context.quick)[task]
@@ -186,20 +229,23 @@ class Race(Experiment):
         )
 
     def line(self, record: Record) -> str:
-        if "lr" not in record:
-            return f"{record['method']}, {record['ms']:.1f} ms"
-        if "score" in record:
-            loss = record["score"]
-        else:
-            loss = record["final"]
-        return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
+        method = record["method"]
+        if "runs" in record:  # of a search
+            tried = [f"{run['lr']:g}: {run['final']:.4f}" for run in record["runs"]]
+            return f"{method}, {', '.join(tried)}"
+        pace = f"{record['ms']:.1f} ms"
+        if "lr" in record:
+            return f"{method} lr {record['lr']:g}, loss {record['final']:.4f}, {pace}"
+        return f"{method}, {pace}"
 
-    def _list_shorter_runs(self, quick: bool) -> list[str]:
-        """Return the names of runs with fewer steps."""
-        return [f"ours, {share:g}" for share in self._shorter(quick)]
+    # --- what the results say ---------------------------------------------------------------------
 
     def _group_records(self, results: Results, task: str) -> GroupedRecords:
-        names = [*self._entrants(results.quick), *self._list_shorter_runs(results.quick)]
+        """Return the records by entrant, then those of shorter runs; missing ones are left out."""
+        entrants = self._entrants(results.quick)
+        names = list(entrants)
+        for name, entrant in entrants.items():
+            names += [name_shorter_run(name, share) for share in entrant.shares]
         records = {}
         for name in names:
             if runs := results.of(task, name):
@@ -207,13 +253,16 @@ class Race(Experiment):
         return records
 
     def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
-        """Return the records of the entrants that figures show."""
-        return self._group_records(results, task)
+        """Return the records without entrants that have only one or two seeds."""
+        entrants = self._entrants(results.quick)
+        too_few = [n for n, e in entrants.items() if e.seeds is not None and len(e.seeds) < 3]
+        records = self._group_records(results, task)
+        return {name: runs for name, runs in records.items() if name not in too_few}
 
     def _at_pace(self, run: Record, task: str, results: Results) -> Record:
         """Return a run with the seconds that it would have taken alone, where they are known."""
         method = run["method"]
-        key = ("pace", task, self._entrants(results.quick)[method].pace_of or method)
+        key = _pace_key(task, self._entrants(results.quick)[method].pace_of or method)
         if not results.has(*key):
             return run
         ms = results.once(*key)["ms"]
@@ -238,9 +287,19 @@ class Race(Experiment):
 
     def tables(self, results: Results) -> list[Table]:
         tasks = self._tasks(results.quick)
-        return [
-            table(self._group_records(results, name), task.title) for name, task in tasks.items()
-        ]
+        ends = [table(self._group_records(results, n), task.title) for n, task in tasks.items()]
+        return ends + [self._list_rates(results, name) for name in tasks]
+
+    def _list_rates(self, results: Results, task: str) -> Table:
+        """Return a table of all rates that were searched, with their final losses."""
+        rows = []
+        for name, entrant in self._entrants(results.quick).items():
+            if entrant.fixed:
+                continue
+            for record in results.once(*_search_key(task, name))["runs"]:
+                rows.append([title(name), f"{record['lr']:g}", f"{record['final']:.4f}"])
+        heading = f"{self._tasks(results.quick)[task].title}: rates, seed {self.search_seed}"
+        return Table(["optimizer", "lr", "held-out loss"], rows, heading)
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         from .checks import draw
@@ -265,5 +324,15 @@ class Race(Experiment):
         ]
 
 
-def _trial(task: str, name: str, number: int) -> tuple[str, ...]:
-    return ("search", task, name, str(number))
+def _pace_key(task: str, name: str) -> Key:
+    return ("pace", task, name)
+
+
+def _search_key(task: str, name: str) -> Key:
+    return ("search", task, name)
+
+
+def _slowest_run(folder: Path) -> float:
+    """Return the most seconds that a run of this search took so far; 0 before the first."""
+    records = [json.loads(path.read_text("utf-8")) for path in folder.glob("rate-*.json")]
+    return max((record["seconds"][-1] for record in records), default=0.0)
