@@ -305,8 +305,8 @@ class Race(Experiment):
         from .checks import draw
 
         tasks = self._tasks(results.quick)
-        seeds = count_of(len(results.seeds), "seed")
         races = {task.title: self._drawn_records(results, name) for name, task in tasks.items()}
+        seeds = _describe_seeds(list(races.values()))
         return {"": draw(races, f"Held-out loss, medians and quartiles over {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
@@ -322,6 +322,22 @@ class Race(Experiment):
             )
             for name, task in self._tasks(results.quick).items()
         ]
+
+
+def _describe_seeds(races: Sequence[GroupedRecords]) -> str:
+    """Return how many seeds the optimizers have: "3 seeds", or "3 to 5 seeds".
+
+    >>> _describe_seeds([{"kfac": [{}, {}, {}, {}, {}], "soap": [{}, {}, {}]}])
+    '3 to 5 seeds'
+    """
+    counts = [0]
+    for records in races:
+        counts += [len(runs) for runs in records.values()]
+    fewest = min(filter(None, counts), default=0)
+    most = max(counts)
+    if fewest == most:
+        return count_of(most, "seed")
+    return f"{fewest} to {count_of(most, 'seed')}"
 
 
 def _pace_key(task: str, name: str) -> Key:
