@@ -42,7 +42,15 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 
-from ..framework.benchmark import RESULTS, Record, make_parser, write_record
+from ..framework.benchmark import (
+    RESULTS,
+    Record,
+    make_parser,
+    parse_count,
+    parse_device,
+    refuse_unknown_names,
+    write_record,
+)
 from ..framework.timing import describe_machine
 from ..learning import schedules
 from ..learning.training import autocast, tensor_cores
@@ -370,23 +378,25 @@ def print_verdict(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--task", default="text")
-    parser.add_argument("--outer", type=int, default=20)
-    parser.add_argument("--minibatches", type=int, default=16, help="in an outer batch")
-    parser.add_argument("--inner", type=int, nargs="*", default=[20, 60, 5])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--outer", type=parse_count, default=20)
+    parser.add_argument("--minibatches", type=parse_count, default=16, help="in an outer batch")
+    parser.add_argument("--inner", type=parse_count, nargs="*", default=[20, 60, 5])
+    parser.add_argument("--lengths", type=parse_count, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument(
-        "--small", type=int, nargs="*", default=[40, 80, 160, 320, 640],
+        "--small", type=parse_count, nargs="*", default=[40, 80, 160, 320, 640],
         help="numbers of steps on single minibatches",
     )  # fmt: skip
-    parser.add_argument("--methods", nargs="*", default=["kfac", "muon-0.9"])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="the first searches")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", default=["kfac", "muon-0.9"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="the first searches")
+    parser.add_argument("--workers", type=parse_count, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="then no run begins")
     parser.add_argument("--judge", action="store_true", help="a finished record alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "gauss-newton-inner.json")
     asked = parser.parse_args(arguments)
+    refuse_unknown_names("task", [asked.task], TASKS)
+    refuse_unknown_names("optimizer", asked.methods, OPTIMIZERS)
     if asked.judge:
         judge_record(asked.out)
         return

@@ -35,7 +35,14 @@ from pullback.optim.kfac.rules import (
 from pullback.optim.kfac.rules.base import REFRESHED
 from pullback.optim.kfac.rules.spectral import SpectralState
 
-from ..framework.benchmark import RESULTS, Record, make_parser
+from ..framework.benchmark import (
+    RESULTS,
+    Record,
+    make_parser,
+    parse_count,
+    parse_device,
+    refuse_unknown_names,
+)
 from ..framework.timing import describe_machine
 from ..races import optimizers
 from ..races.loop import run
@@ -308,12 +315,13 @@ def _run(name: str, ablation: AblationRun, device: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, nothing written")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(ROWS))
+    parser.add_argument("--workers", type=parse_count, default=1)
+    parser.add_argument("--only", nargs="+", default=list(ROWS))
     parser.add_argument("--out", type=Path, default=RESULTS / "race-ablation.json")
     asked = parser.parse_args(arguments)
+    refuse_unknown_names("row", asked.only, ROWS)
     ablation = AblationRun()
     path = asked.out
     if asked.quick:

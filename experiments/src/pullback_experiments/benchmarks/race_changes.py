@@ -29,7 +29,14 @@ from pullback.optim.kfac import AdamW, Spectral, TwoSided
 from pullback.optim.kfac.rules import BlockShape, Rule, RuleState, StepContext
 from pullback.optim.kfac.rules.spectral import SpectralState
 
-from ..framework.benchmark import RESULTS, Record, make_parser
+from ..framework.benchmark import (
+    RESULTS,
+    Record,
+    make_parser,
+    parse_count,
+    parse_device,
+    refuse_unknown_names,
+)
 from ..framework.timing import describe_machine
 from ..races import optimizers
 from ..races.loop import run
@@ -251,23 +258,26 @@ class ChangeRun:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--task", default="text")
-    parser.add_argument("--steps", type=int, default=640)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(ROWS), metavar="ROW")
+    parser.add_argument("--steps", type=parse_count, default=640)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=parse_count, default=1)
+    parser.add_argument("--only", nargs="+", default=list(ROWS), metavar="ROW")
     parser.add_argument("--out", type=Path, default=RESULTS / "race-changes.json")
     asked = parser.parse_args(arguments)
+    refuse_unknown_names("task", [asked.task], TASKS)
+    refuse_unknown_names("row", asked.only, ROWS)
     environment = describe_machine(torch.device(asked.device))
     about = {"environment": environment, "task": asked.task, "steps": asked.steps, "lr": LR}
     record = Record(asked.out, about)
     rows = asked.only
     for seed in asked.seeds:
         runs = [ChangeRun(row, asked.task, asked.steps, seed, asked.device) for row in rows]
-        missing = [one for one in runs if one.name not in record]
+        missing = [one for one in runs if "final" not in record.results.get(one.name, {})]
         for finished, result in _train_all(missing, asked.workers):
-            print(f"{finished.name:60} {result.get('final')}", flush=True)
+            outcome = result.get("final", result.get("error"))
+            print(f"{finished.name:60} {outcome}", flush=True)
             record.put(finished.name, result)
         rows = _select_paying(runs, record.results)
 

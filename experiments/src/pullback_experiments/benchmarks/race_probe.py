@@ -17,15 +17,25 @@ import traceback
 from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from ..framework.benchmark import find_default_device, make_parser
-from ..races.loop import run
+from pullback import PullbackError
+
+from ..framework.benchmark import (
+    find_default_device,
+    make_parser,
+    parse_count,
+    parse_device,
+    parse_rate,
+    refuse_unknown_names,
+)
+from ..races.loop import RaceTask, run
+from ..races.optimizers import OPTIMIZERS
 from ..races.tasks import TASKS, TextData, python_files
 
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
@@ -34,6 +44,7 @@ SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
 def main(arguments: Sequence[str] = ()) -> int:
     asked = _parser().parse_args(arguments)
     jobs = list(_jobs(asked))
+    _refuse_unknown_jobs(jobs)
     if asked.parallel <= 1:
         for job in jobs:
             print(json.dumps(_run_job(job)), flush=True)
@@ -49,22 +60,45 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--size", default="small", help=f"{', '.join(SIZES)}, or a task's name")
     parser.add_argument("--methods", default="", type=_words)
-    parser.add_argument("--lr", default="1e-3", type=_words)
-    parser.add_argument("--pairs", default="", type=_words, help="method:lr,…")
-    parser.add_argument("--steps", default="", type=_words)
-    parser.add_argument("--seed", default="0", type=_words)
+    parser.add_argument("--lr", default="1e-3", type=_rates)
+    parser.add_argument("--pairs", default="", type=_pairs, help="method:lr,…")
+    parser.add_argument("--steps", default="", type=_counts)
+    parser.add_argument("--seed", default="0", type=_seeds)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="argument of the optimizer; KEY=A|B runs both")  # fmt: skip
     parser.add_argument("--task", action="append", default=[], metavar="KEY=VALUE",
                         help="field of the task: clip=1.0, compiled=True")  # fmt: skip
-    parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--device", default=find_default_device())
+    parser.add_argument("--parallel", type=parse_count, default=1)
+    parser.add_argument("--threads", type=parse_count, default=1, help="of the CPU")
+    parser.add_argument("--device", type=parse_device, default=find_default_device())
     return parser
 
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _rates(text: str) -> list[float]:
+    return [parse_rate(word) for word in _words(text)]
+
+
+def _counts(text: str) -> list[int]:
+    return [parse_count(word) for word in _words(text)]
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+def _pairs(text: str) -> list[tuple[str, float]]:
+    """Return methods with their rates, of words METHOD:LR."""
+    pairs = []
+    for word in _words(text):
+        method, colon, rate = word.partition(":")
+        if not colon:
+            raise argparse.ArgumentTypeError(f"{word!r} is no METHOD:LR")
+        pairs.append((method, parse_rate(rate)))
+    return pairs
 
 
 def _value(text: str) -> Any:
@@ -81,14 +115,13 @@ def _parse_choices(word: str) -> tuple[str, list[Any]]:
 
 
 def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    pairs = [tuple(pair.split(":")) for pair in asked.pairs]
-    pairs += product(asked.methods, asked.lr)
+    pairs = [*asked.pairs, *product(asked.methods, asked.lr)]
     choices = dict(_parse_choices(word) for word in asked.set)
     fields = {}
     for word in asked.task:
         key, _, text = word.partition("=")
         fields[key] = _value(text)
-    lengths = [int(steps) for steps in asked.steps] or [None]
+    lengths = asked.steps or [None]
     for (method, lr), seed, steps, settings in product(
         pairs, asked.seed, lengths, product(*choices.values())
     ):
@@ -96,14 +129,29 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "task": SIZES.get(asked.size, asked.size),
             "fields": fields,
             "method": method,
-            "lr": float(lr),
-            "seed": int(seed),
+            "lr": lr,
+            "seed": seed,
             "steps": steps,
             "settings": dict(zip(choices, settings, strict=True)),
             "device": asked.device,
             "threads": asked.threads,
             "parallel": asked.parallel,
         }
+
+
+def _refuse_unknown_jobs(jobs: Sequence[dict[str, Any]]) -> None:
+    """Raise where there is nothing to run, or for a task, a field of it or a method unknown."""
+    if not jobs:
+        raise PullbackError(
+            "There is nothing to run",
+            "no optimizer was named",
+            "Give --methods adamw,muon with --lr, or --pairs adamw:1.5e-3",
+        )
+    names_of_fields = [field.name for field in fields(RaceTask)]
+    for job in jobs:
+        refuse_unknown_names("task", [job["task"]], TASKS)
+        refuse_unknown_names("field of a task", job["fields"], names_of_fields)
+        refuse_unknown_names("optimizer", [job["method"]], OPTIMIZERS)
 
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pullback import PullbackError
+from pullback._core.errors import describe_nearest_names
 from pullback.cli import files
+from pullback.cli.environment import require_device
 
 from .checkout import RESULTS
 from .timing import describe_machine
 
 __all__ = [
-    "RESULTS", "Record", "find_default_device", "make_parser", "use_tensor_cores", "write_record",
-    "write_results",
+    "RESULTS", "Record", "find_default_device", "make_parser", "parse_count", "parse_device",
+    "parse_rate", "refuse_unknown_names", "use_tensor_cores", "write_record", "write_results",
 ]  # fmt: skip
 
 
@@ -96,6 +100,41 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parse_count(text: str) -> int:
+    """Return the whole number ≥ 1 that an option of a command line says."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def parse_rate(text: str) -> float:
+    """Return the learning rate, finite and ≥ 0, that an option of a command line says."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = inf
+    if not 0 <= rate < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, a number from 0 on")
+    return rate
+
+
+def parse_device(text: str) -> str:
+    """Return the device that an option of a command line names; raise if it does not work."""
+    return str(require_device(text))
+
+
+def refuse_unknown_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first name that is not known, before anything runs."""
+    known_names = list(known)
+    for name in names:
+        if name not in known_names:
+            raise PullbackError(
+                f"There is no {kind} {name!r}",
+                describe_nearest_names(name, known_names),
+                f"Use one of: {'; '.join(known_names)}",
+            )
 
 
 def find_default_device() -> str:
