@@ -112,6 +112,22 @@ def test_unreadable_data_is_named(folder: Path) -> None:
         data.fashion_mnist()
 
 
+def test_empty_files_and_broken_sheets_are_named(folder: Path) -> None:
+    (folder / "mnist.npz").touch()
+    with pytest.raises(PullbackError, match=r"mnist\.npz cannot be read"):
+        data.mnist()
+    for name in ("train_a", "train_b", "test"):
+        write_cifar(folder / f"cifar10_{name}.npz", 1, 0)
+    with pytest.raises(PullbackError, match=r"cifar10_train_a\.npz cannot be decoded"):
+        data.cifar10(sheets=0)
+    labels = np.zeros(1, np.uint8)
+    noise = np.zeros(9, np.uint8)
+    path = folder / "cifar10_train_b.npz"
+    np.savez(path, webp=noise, offsets=np.array([0, 9]), labels=labels)
+    with pytest.raises(PullbackError, match=r"cifar10_train_b\.npz cannot be decoded"):
+        data.cifar10()
+
+
 def test_digits_from_either_source_are_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

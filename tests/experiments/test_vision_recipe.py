@@ -55,6 +55,13 @@ def test_each_image_is_seen_from_both_sides_in_two_epochs() -> None:
     assert sorted(sums) == [0, 1]
 
 
+def test_fewer_images_than_a_batch_has_are_refused() -> None:
+    images = generate_pictures((3, 8, 8), classes=1, samples=3)
+    assert RecipeBatches(images, size=3, seed=0).steps_per_epoch == 1
+    with pytest.raises(PullbackError, match="there are 3, and a batch has 4"):
+        RecipeBatches(images, size=4, seed=0)
+
+
 def test_views_are_weighted_to_one() -> None:
     images = torch.randn(2, 3, 6, 6)
     views = list_views(images)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -104,7 +105,7 @@ def _arrays(path: Path, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return tuple(arrays[name] for name in names)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise PullbackError(
             f"{path} cannot be read", str(error), f"Replace it; it needs {', '.join(names)}"
         ) from None
@@ -155,8 +156,15 @@ def _sheets(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
     content = data.tobytes()
     if limit is not None:
         ends = ends[: limit + 1]
-    sheets = [Image.open(io.BytesIO(content[a:b])).convert("RGB") for a, b in pairwise(ends)]
-    x = np.concatenate([np.asarray(s).reshape(-1, 32, 32, 3) for s in sheets])
+    try:
+        sheets = [Image.open(io.BytesIO(content[a:b])).convert("RGB") for a, b in pairwise(ends)]
+        x = np.concatenate([np.asarray(s).reshape(-1, 32, 32, 3) for s in sheets])
+    except (OSError, ValueError) as error:  # no image, one of another size, or none at all
+        raise PullbackError(
+            f"{path} cannot be decoded",
+            str(error),
+            "Replace it; it needs sheets of images of 32 × 32 pixels",
+        ) from None
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (_MEAN, _STD))
     images = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
     return (images - mean) / std, _labels(labels[: len(x)])

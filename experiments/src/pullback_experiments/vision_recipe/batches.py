@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback import PullbackError
+
 from ..learning.data import DataSet
 
 
@@ -36,6 +38,12 @@ class RecipeBatches:
 
     def __post_init__(self) -> None:
         x = self.images.x
+        if len(x) < self.size:
+            raise PullbackError(
+                "The training images are too few",
+                f"there are {len(x)}, and a batch has {self.size}",
+                "Take more images, or a smaller batch",
+            )
         self._draw = torch.Generator(x.device).manual_seed(self.seed)
         is_mirrored = torch.rand(len(x), generator=self._draw, device=x.device) < 0.5
         mirrored = torch.where(is_mirrored[:, None, None, None], x.flip(-1), x)
@@ -43,7 +51,7 @@ class RecipeBatches:
         self._framed = framed.permute(0, 2, 3, 1).contiguous()
 
     @property
-    def steps(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Batches of an epoch."""
         return len(self.images.x) // self.size
 
@@ -57,7 +65,7 @@ class RecipeBatches:
             shifted = shifted.flip(2)
         count = len(shifted)
         order = torch.randperm(count, generator=self._draw, device=shifted.device)
-        for chosen in order[: self.steps * self.size].split(self.size):
+        for chosen in order[: self.steps_per_epoch * self.size].split(self.size):
             yield shifted[chosen].permute(0, 3, 1, 2), self.images.y[chosen]
 
     def _shift(self) -> Tensor:

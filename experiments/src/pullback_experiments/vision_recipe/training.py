@@ -46,7 +46,7 @@ class Recipe:
     measured_images: int = 10_000
 
     def make_model(self, images: DataSet, seed: int) -> RecipeNetwork:
-        """Return the network at random weights, on the images' device."""
+        """Seed torch, and return the network at random weights, on the images' device."""
         torch.manual_seed(seed)
         model = RecipeNetwork(self.widths)
         model = model.to(images.x.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -111,7 +111,7 @@ class _Run:
         entrant.normalization.apply(self._filters)  # running moments are of normalized filters
         self.epochs = entrant.epochs or recipe.epochs
         self.steps_done = 0
-        self._steps = round(self.epochs * batches.steps)
+        self._total_steps = round(self.epochs * batches.steps_per_epoch)
         self._mean = _RunningMean(model)
         #: the mean over each epoch of the loss of a batch
         self.epoch_losses: list[Tensor] = []
@@ -125,22 +125,22 @@ class _Run:
             patches.requires_grad_(False)
             patches.grad = None
         losses = []
-        steps_left = self._steps - self.steps_done
+        steps_left = self._total_steps - self.steps_done
         for x, y in islice(self._batches.iterate_epoch(epoch), steps_left):
             self._set_rates(patches)
             losses.append(self._step(x, y))
-            if self._steps - self.steps_done < self._entrant.averaged_steps:
+            if self._total_steps - self.steps_done < self._entrant.averaged_steps:
                 self._mean.update()
         self.epoch_losses.append(torch.stack(losses).mean())
 
     def average_weights(self) -> None:
         """Give the model the mean over the last steps, if the entrant asks for it."""
         if self._entrant.averaged_steps:
-            self._mean.store()
+            self._mean.copy_to_model()
 
     def _set_rates(self, patches: Tensor) -> None:
         """Let all rates fall along a line, and that of the first layer's bias to zero sooner."""
-        epochs_done = self.steps_done / self._batches.steps
+        epochs_done = self.steps_done / self._batches.steps_per_epoch
         factor = 1 - (1 - self._entrant.final_rate) * epochs_done / self.epochs
         patch_factor = max(0.0, 1 - epochs_done / self._recipe.patch_epochs)
         for group, rate in zip(self._groups, self._rates, strict=True):
@@ -184,7 +184,7 @@ class _RunningMean:
         torch._foreach_lerp_(self._means, self._tensors, 1 / self._count)
 
     @torch.no_grad()
-    def store(self) -> None:
+    def copy_to_model(self) -> None:
         """Write the mean into the model."""
         torch._foreach_copy_(self._tensors, self._means)
 
