@@ -167,15 +167,15 @@ class Race(Experiment):
 
     def _measure_pace(self, task: str, name: str, context: Context) -> Record:
         """Return the milliseconds of a step, of a run that should be alone on its device."""
-        what = self._tasks(context.quick)[task]
+        race_task = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
         record = run(
-            replace(what, evaluations=2),
+            replace(race_task, evaluations=2),
             name,
             entrant.rate,
             seed=self.search_seed,
             device=context.device,
-            steps=min(self.pace_steps, what.steps),
+            steps=min(self.pace_steps, race_task.steps),
             settings=entrant.settings,
         )
         _, first, last = record["step"]
@@ -202,7 +202,7 @@ class Race(Experiment):
         path = context.checkpoint_folder / f"rate-{rate:g}.json"
         if path.exists():
             return json.loads(path.read_text("utf-8"))
-        if context.left <= _slowest_run(context.checkpoint_folder):
+        if context.left <= _find_longest_seconds(context.checkpoint_folder):
             raise Paused
         record = self._run(task, name, rate, 1.0, context)
         files.write_text(path, json.dumps(record))
@@ -216,14 +216,14 @@ class Race(Experiment):
         return self._run(task, name, search["lr"], 1.0, context)
 
     def _run(self, task: str, name: str, rate: float, share: float, context: Context) -> Record:
-        what = self._tasks(context.quick)[task]
+        race_task = self._tasks(context.quick)[task]
         return run(
-            what,
+            race_task,
             name,
             rate,
             seed=context.seed,
             device=context.device,
-            steps=max(1, math.floor(share * what.steps + 1e-9)),  # no more than the share
+            steps=max(1, math.floor(share * race_task.steps + 1e-9)),  # no more than the share
             settings=self._entrants(context.quick)[name].settings,
             watch=context.watch,
         )
@@ -249,7 +249,7 @@ class Race(Experiment):
         records = {}
         for name in names:
             if runs := results.of(task, name):
-                records[name] = [self._at_pace(run, task, results) for run in runs]
+                records[name] = [self._retime(record, task, results) for record in runs]
         return records
 
     def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
@@ -259,30 +259,30 @@ class Race(Experiment):
         records = self._group_records(results, task)
         return {name: runs for name, runs in records.items() if name not in too_few}
 
-    def _at_pace(self, run: Record, task: str, results: Results) -> Record:
+    def _retime(self, record: Record, task: str, results: Results) -> Record:
         """Return a run with the seconds that it would have taken alone, where they are known."""
-        method = run["method"]
+        method = record["method"]
         key = _pace_key(task, self._entrants(results.quick)[method].pace_of or method)
         if not results.has(*key):
-            return run
+            return record
         ms = results.once(*key)["ms"]
-        return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
+        return {**record, "ms": ms, "seconds": [1e-3 * ms * step for step in record["step"]]}
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:  # sizes at which losses and seconds tell nothing
             return []
         checks = []
-        for task, what in self._tasks(False).items():
+        for task, race_task in self._tasks(False).items():
             records = self._group_records(results, task)
-            prefix = f"{what.title}: "
+            prefix = f"{race_task.title}: "
             for lead in self.leads:
                 if lead.rival in records:
                     claims = lead.judge_claims(records, self.ours)
                     checks += [(prefix + c, *details) for c, *details in claims]
         expected_outcomes = self.expected_outcomes or [True] * len(checks)
         return [
-            Check(*one, recorded=was, of_paper=False)
-            for one, was in zip(checks, expected_outcomes, strict=True)
+            Check(*claim, recorded=expected, of_paper=False)
+            for claim, expected in zip(checks, expected_outcomes, strict=True)
         ]
 
     def tables(self, results: Results) -> list[Table]:
@@ -348,7 +348,7 @@ def _search_key(task: str, name: str) -> Key:
     return ("search", task, name)
 
 
-def _slowest_run(folder: Path) -> float:
+def _find_longest_seconds(folder: Path) -> float:
     """Return the most seconds that a run of this search took so far; 0 before the first."""
     records = [json.loads(path.read_text("utf-8")) for path in folder.glob("rate-*.json")]
     return max((record["seconds"][-1] for record in records), default=0.0)
