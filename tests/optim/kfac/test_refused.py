@@ -57,6 +57,7 @@ def test_arguments_of_rules(rule: Any, name: str, value: Any) -> None:
 
 ARGUMENTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     ({"lr": torch.tensor(0.1)}, ("lr=", "tensor", "such as value.item()")),
+    ({"lr": 10**400}, ("lr= is not usable", "got 1000", "a number ≥ 0")),
     ({"params": torch.ones(20, 20)}, ("params=", "got Tensor of shape (20, 20)", "a list")),
     ({"rule": pb.optim.kfac.Natural}, ("rule=", "the class Natural itself, not an object", "Use")),
     ({"likelihood": nn.MSELoss}, ("no likelihood", "the class MSELoss itself", "an object")),
@@ -118,6 +119,7 @@ BUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "strange": (lambda: built(params=[nn.Parameter(torch.ones(3))]), "not belong|shape (3,)|Pass"),
     "name": (lambda: built(params=["0.weight"]), "does not belong|'0.weight'|Pass parameters"),
     "group's rate": (lambda: regroup(lr=-1), "lr= is not usable|got -1|Use"),
+    "huge rate": (lambda: regroup(lr=10**400), "lr= is not usable|got 1000|Use"),
     "group's damping": (lambda: regroup(damping=1.0), f"its own damping=|{OTHER}|Give it to KFAC"),
     "ekfac, Invariant": (lambda: built(ekfac=True, damping=Invariant(0.1)), "eigenvalues||"),
     "ekfac, Sobolev": (lambda: built(metric=Weighted(Sobolev(), 2.0), ekfac=True), "ekfac||"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from numbers import Real
+from sys import float_info
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +27,9 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_nonnegative(value: Any) -> bool:
-    """Return True for a finite number ≥ 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
+    """Return True for a finite number ≥ 0; integers above all floating-point numbers are not."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= float_info.max
 
 
 def _is_below_one(value: Any) -> bool:
@@ -145,4 +147,9 @@ def _as_number(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
     is_foreign = isinstance(value, Real) and not isinstance(value, bool)
-    return float(value) if is_foreign else value
+    if not is_foreign:
+        return value
+    try:
+        return float(value)
+    except OverflowError:  # an integer above all floating-point numbers
+        return inf
