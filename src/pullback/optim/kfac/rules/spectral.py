@@ -137,14 +137,15 @@ class Spectral(Rule):
 
     with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. D gives all rows one
     length, in proportion to ‖M‖ over the running mean of the gradients' size: steps are long where
-    gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
-    AdamW's learning rates carry over; with n < 384 inputs they are √(384/n) times as long, at most
-    three times, because an output adds up fewer of them (Yang et al., 2023, arXiv:2310.17813).
-    Weights that begin larger than usual initializations make them have longer steps in proportion.
-    Filters of convolutions before a normalization have steps of their own, `Filters`; those of
-    other filters are not longer for few inputs. C comes from the forward pass: there is no second
-    backward pass, and no output factor. A weight that holds several matrices one below the other,
-    such as fused queries, keys and values, has the directions of these matrices.
+    gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average at momentum
+    0.9, and larger ones at less of it, so that AdamW's learning rates carry over. With n < 384
+    inputs they are √(384/n) times as long, at most three times, because an output adds up fewer of
+    them (Yang et al., 2023, arXiv:2310.17813). Weights that begin larger than usual
+    initializations make them have longer steps in proportion. Filters of convolutions before a
+    normalization have steps of their own, `Filters`; those of other filters are not longer for few
+    inputs. C comes from the forward pass: there is no second backward pass, and no output factor. A
+    weight that holds several matrices one below the other, such as fused queries, keys and values,
+    has the directions of these matrices.
 
     Relatives: Muon (Jordan et al., 2024) is polar(M) alone. NorMuon (Li et al., 2025,
     arXiv:2510.05491) divides its rows by a running root mean square; here their length is set at
@@ -163,7 +164,8 @@ class Spectral(Rule):
         filters: steps of convolutions whose outputs are normalized at the first step; with None,
             for batch norms that are frozen later, they have the steps of other convolutions.
         cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph;
-            by default they are, but not those of a subclass.
+            by default they are, but not those of a subclass. On a CPU there is no graph, and
+            directions are the same.
         estimation: how C is estimated.
         others: the rule for all other parameters.
     """
@@ -339,7 +341,8 @@ class Spectral(Rule):
     def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
         """Return M (C + λ tr(C)/n)^(-½), up to a number.
 
-        `squares` are the mean squares of the rows of M, (B, O, 1).
+        `squares` are the mean squares of the rows of M, (B, O, 1), which bring M into the range of
+        half precision.
         """
         if factor_matrix.is_diagonal(state.root):
             return momentum * state.root[:, None]
