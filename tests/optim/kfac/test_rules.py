@@ -886,6 +886,27 @@ def power(side: Tensor, exponent: float) -> Tensor:
     return basis @ torch.diag(values**exponent) @ basis.T
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_scales_of_a_known_scaler_are_not_noticed(rule: str) -> None:
+    ends = []
+    for is_enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=is_enabled)
+        opt = pb.KFAC(model, rule=rule, statistics_every=2, grad_scaler=scaler)
+        for _ in range(7):
+            x = torch.randn(20, 4)
+            target = torch.randint(3, (20,))
+            opt.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), target)).backward()
+            scaler.step(opt)
+            scaler.update()
+        ends.append(vector(model))
+    assert_close(*ends)
+
+
 def test_affine_inputs_turn_a_polar_factor_and_no_more() -> None:
     """x → Ax gives G → GAᵀ and C → ACAᵀ: without damping GC^(-½) → GC^(-½)·Q, orthonormal."""
     change = orthonormal(6) @ torch.diag(torch.linspace(1, 5, 6)) @ orthonormal(6)
