@@ -27,6 +27,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         ("race-probe", ["--size", "quick"], "There is nothing to run.*--methods"),
         ("gauss-newton-inner", ["--task", "huge"], "There is no task 'huge'"),
         ("gauss-newton-inner", ["--methods", "nobody"], "There is no optimizer 'nobody'"),
+        ("gauss-newton-inner", ["--judge"], "There is no record.*Run without --judge first"),
         pytest.param("race-changes", ["--device", "cuda"], "Use --device cpu", marks=NO_GPU),
         pytest.param("race-probe", ["--device", "cuda"], "Use --device cpu", marks=NO_GPU),
         pytest.param("race-ablation", ["--device", "cuda"], "Use --device cpu", marks=NO_GPU),

@@ -58,6 +58,7 @@ def test_arguments_of_rules(rule: Any, name: str, value: Any) -> None:
 ARGUMENTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     ({"lr": torch.tensor(0.1)}, ("lr=", "tensor", "such as value.item()")),
     ({"lr": 10**400}, ("lr= is not usable", "got 1000", "a number ≥ 0")),
+    ({"damping": 10**400}, ("damping", "got 1000", "number")),
     ({"params": torch.ones(20, 20)}, ("params=", "got Tensor of shape (20, 20)", "a list")),
     ({"rule": pb.optim.kfac.Natural}, ("rule=", "the class Natural itself, not an object", "Use")),
     ({"likelihood": nn.MSELoss}, ("no likelihood", "the class MSELoss itself", "an object")),
