@@ -47,7 +47,7 @@ def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
     return all(isinstance(expected, str) or length == expected for length, expected in lengths)
 
 
-def _as_float(value: Any) -> float:
+def convert_to_float(value: Any) -> float:
     """Return a number as a float; integers above all floats are infinite."""
     try:
         return float(value)
@@ -70,7 +70,7 @@ def require_number(
     """
     number_type = Integral if whole else Real
     has_type = isinstance(value, number_type) and not isinstance(value, bool)
-    if has_type and least <= _as_float(value) < below and not (positive and value == 0):
+    if has_type and least <= convert_to_float(value) < below and not (positive and value == 0):
         return
     noun = "whole number" if whole else "number"
     lower = "> 0" if positive else f"≥ {least:g}"

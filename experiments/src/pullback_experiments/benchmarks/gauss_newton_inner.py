@@ -415,7 +415,10 @@ def main(arguments: Sequence[str] = ()) -> None:
 def judge_record(path: Path) -> None:
     """Print what a record means, and write the checks into it; raise if there is none."""
     if not path.is_file():
-        what = f"There is no record {str(path)!r}"
-        raise PullbackError(what, "--judge reads a finished one", "Run without --judge first")
+        raise PullbackError(
+            f"There is no record {str(path)!r}",
+            "--judge reads a finished one",
+            "Run without --judge first",
+        )
     contents = json.loads(path.read_text("utf-8"))
     write_record(path, {**contents, "checks": print_verdict(contents["results"])})

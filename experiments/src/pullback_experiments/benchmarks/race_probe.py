@@ -117,17 +117,17 @@ def _parse_choices(word: str) -> tuple[str, list[Any]]:
 def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pairs = [*asked.pairs, *product(asked.methods, asked.lr)]
     choices = dict(_parse_choices(word) for word in asked.set)
-    fields = {}
+    changes = {}
     for word in asked.task:
         key, _, text = word.partition("=")
-        fields[key] = _value(text)
+        changes[key] = _value(text)
     lengths = asked.steps or [None]
     for (method, lr), seed, steps, settings in product(
         pairs, asked.seed, lengths, product(*choices.values())
     ):
         yield {
             "task": SIZES.get(asked.size, asked.size),
-            "fields": fields,
+            "changes": changes,
             "method": method,
             "lr": lr,
             "seed": seed,
@@ -150,14 +150,14 @@ def _refuse_unknown_jobs(jobs: Sequence[dict[str, Any]]) -> None:
     names_of_fields = [field.name for field in fields(RaceTask)]
     for job in jobs:
         refuse_unknown_names("task", [job["task"]], TASKS)
-        refuse_unknown_names("field of a task", job["fields"], names_of_fields)
+        refuse_unknown_names("field of a task", job["changes"], names_of_fields)
         refuse_unknown_names("optimizer", [job["method"]], OPTIMIZERS)
 
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     """Return a short record of the run, or its error."""
     torch.set_num_threads(job["threads"])
-    task = replace(TASKS[job["task"]], **job["fields"])
+    task = replace(TASKS[job["task"]], **job["changes"])
     said = {k: job[k] for k in ("task", "method", "lr", "seed", "settings", "parallel")}
     device = torch.device(job["device"])
     try:

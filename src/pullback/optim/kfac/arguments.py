@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from math import inf
 from numbers import Real
 from sys import float_info
 from typing import Any
 
 from torch import Tensor
 
+from ..._core.checks import convert_to_float
 from ..._core.errors import PullbackError, describe_value
 from ...steps import Step
 
@@ -147,9 +147,4 @@ def _as_number(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
     is_foreign = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_foreign:
-        return value
-    try:
-        return float(value)
-    except OverflowError:  # an integer above all floating-point numbers
-        return inf
+    return convert_to_float(value) if is_foreign else value

@@ -163,9 +163,9 @@ class Spectral(Rule):
         head: whether the output layer follows too.
         filters: steps of convolutions whose outputs are normalized at the first step; with None,
             for batch norms that are frozen later, they have the steps of other convolutions.
-        cuda_graph: whether directions of weights below 4M entries are replayed from a CUDA graph;
-            by default they are, but not those of a subclass. On a CPU there is no graph, and
-            directions are the same.
+        cuda_graph: whether directions are replayed from a CUDA graph, of weights of one shape that
+            have at most 4M entries together; by default they are, but not those of a subclass. On a
+            CPU there is no graph, and directions are the same.
         estimation: how C is estimated.
         others: the rule for all other parameters.
     """
