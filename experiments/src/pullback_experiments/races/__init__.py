@@ -29,24 +29,26 @@ __all__ = ["EXPERIMENTS", "Race"]
 
 #: the default rate of KFAC
 _DEFAULT_RATE = 6e-3
+_ONE = (0,)
 _TWO = (0, 1)
-_THREE = (0, 1, 2)
 
 _OURS = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.8,))
 _TWO_SIDED = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,))
 #: whether the default rate carries from one size to another
 _OTHER_RATES = {
-    "kfac-rate-0.5": Entrant(_DEFAULT_RATE / 2, fixed=True, seeds=(0,), pace_of="kfac"),
-    "kfac-rate-2": Entrant(2 * _DEFAULT_RATE, fixed=True, seeds=(0,), pace_of="kfac"),
+    "kfac-rate-0.5": Entrant(_DEFAULT_RATE / 2, fixed=True, seeds=_ONE, pace_of="kfac"),
+    "kfac-rate-2": Entrant(2 * _DEFAULT_RATE, fixed=True, seeds=_ONE, pace_of="kfac"),
 }
 
 TEXT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
-    "soap": Entrant(2e-3, seeds=_THREE),
+    "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
-    "normuon-0.9-half": Entrant(8e-3, seeds=_THREE, pace_of="normuon-0.9"),
+    "normuon-0.9-half": Entrant(8e-3, pace_of="normuon-0.9"),
+    "normuon": Entrant(8e-3, pace_of="normuon-0.9"),
     "muon-0.9": Entrant(8e-3),
+    "muon": Entrant(8e-3, pace_of="muon-0.9"),
     "adamw": Entrant(1e-3),
     "kfac-adapt-0.99": Entrant(_DEFAULT_RATE, fixed=True, seeds=_TWO, pace_of="kfac"),
     **_OTHER_RATES,
@@ -55,13 +57,21 @@ LARGE = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9": Entrant(8e-3),
-    "normuon-0.9-half": Entrant(4e-3, seeds=(0,), pace_of="normuon-0.9"),
+    "normuon-0.9-half": Entrant(4e-3, seeds=_ONE, pace_of="normuon-0.9"),
+    "normuon": Entrant(4e-3, seeds=_ONE, pace_of="normuon-0.9"),
+    "muon-0.9": Entrant(4e-3),
+    "muon": Entrant(4e-3, seeds=_ONE, pace_of="muon-0.9"),
+    "soap": Entrant(2e-3),
+    "adamw": Entrant(1e-3),
     **_OTHER_RATES,
 }
 LARGEST = {
     "kfac": _OURS,
-    "kfac-two-sided": Entrant(_DEFAULT_RATE, fixed=True),
+    "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9-half": Entrant(2e-3),
+    "normuon-half": Entrant(2e-3, seeds=_ONE, pace_of="normuon-0.9-half"),
+    "muon-0.9-half": Entrant(2e-3, pace_of="normuon-0.9-half"),
+    "adamw": Entrant(1e-3, seeds=_ONE),
     **_OTHER_RATES,
 }
 SHORT = {
@@ -99,6 +109,7 @@ EXPERIMENTS = (
         quick_entrants={name: TEXT[name] for name in ("kfac", "normuon-0.9", "adamw")},
         pace_steps=120,
         seeds=(0, 1, 2, 3, 4),
+        shorter_seeds=None,
         leads=(
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0, by="kfac-two-sided"),
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),

@@ -158,9 +158,11 @@ def _shown(value: float) -> str:
 _NAMES = {
     "sgd": "SGD",
     "adamw": "AdamW",
-    "muon": "Muon",
+    "muon": "Muon, momentum 0.95",
     "muon-0.9": "Muon, momentum 0.9",
-    "normuon": "NorMuon",
+    "muon-0.9-half": "Muon, AdamW at half its rate",
+    "normuon": "NorMuon, momentum 0.95",
+    "normuon-half": "NorMuon, momentum 0.95, AdamW at half its rate",
     "normuon-0.9": "NorMuon, momentum 0.9",
     "normuon-0.9-half": "NorMuon, AdamW at half its rate",
     "soap": "SOAP",
