@@ -68,7 +68,7 @@ class Thresholds:
     damping_growth: float = 10.0
 
 
-THRESHOLDS = Thresholds()
+_THRESHOLDS = Thresholds()
 
 
 @dataclass(frozen=True)
@@ -226,19 +226,14 @@ class Spectral(Rule):
         filters = None
         if shape.role is Role.CONVOLUTION and shape.is_normalized:
             filters = self.filters
-        growth = shape.zeros(blocks, rows, 1) + 1
+        growth = 1.0
         if self.agreement and filters is None:
-            rows_of_matrices = shape.split or (rows,)
-            parts = [
-                shape.zeros(blocks, count, 1) + self.find_growth(shape, count)
-                for count in rows_of_matrices
-            ]
-            growth = torch.cat(parts, dim=1)
+            growth = _find_growth(shape)
         return SpectralState(
             root=root,
             momentum=shape.zeros(*shape.size),
             square=shape.zeros(blocks, rows, 1),
-            growth=growth,
+            growth=shape.zeros(blocks, rows, 1) + growth,
             split=shape.split,
             filters=filters,
         )
@@ -330,26 +325,10 @@ class Spectral(Rule):
             mean_squares: running means of those of the gradient's rows, (B, O, 1).
         """
         if not self.agreement:
-            return THRESHOLDS.even_size
+            return _THRESHOLDS.even_size
         noise = mean_squares.mean(1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny)
         agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
-        return THRESHOLDS.step_size * agreement
-
-    def find_growth(self, shape: BlockShape, rows: int) -> float:
-        """Return by how much steps are longer: for few inputs, and for a weight made large.
-
-        Args:
-            shape: of the blocks.
-            rows: of the matrix, which may be one of several in a weight.
-        """
-        columns = shape.size[2]
-        growth = 1.0
-        if shape.role is not Role.CONVOLUTION:
-            growth = sqrt(THRESHOLDS.reference_width / columns)
-            growth = min(max(growth, 1.0), THRESHOLDS.most_growth)
-        if shape.initial_size is not None and _is_unusual(shape, shape.initial_size):
-            growth *= shape.initial_size / _find_default_size(columns)
-        return growth
+        return _THRESHOLDS.step_size * agreement
 
     def default_arguments(self) -> Defaults:
         if self.whitening:
@@ -412,13 +391,13 @@ class StartedRoots:
 
 def start_roots(factors: Sequence[Tensor], damping: float) -> StartedRoots:
     """Let the device find the inverse roots of stacks of factors."""
-    is_coarse = damping >= THRESHOLDS.coarse_damping
+    is_coarse = damping >= _THRESHOLDS.coarse_damping
     return StartedRoots(factors, inverse_roots(factors, damping, fine=not is_coarse), damping)
 
 
 def _find_fine_root(factor: Tensor, damping: float) -> Tensor | None:
     """Return the inverse root of one factor with 22 bits, perhaps with more damping, or None."""
-    for more_damping in (damping, THRESHOLDS.damping_growth * damping):
+    for more_damping in (damping, _THRESHOLDS.damping_growth * damping):
         root, has_converged = inverse_root(factor, more_damping, fine=True)
         if bool(has_converged):
             return root
@@ -444,6 +423,18 @@ def join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat(list(matrices), dim=1)
 
 
+def _find_growth(shape: BlockShape) -> float:
+    """Return by how much steps are longer: for few inputs, and for a weight made large."""
+    columns = shape.size[2]
+    growth = 1.0
+    if shape.role is not Role.CONVOLUTION:
+        growth = sqrt(_THRESHOLDS.reference_width / columns)
+        growth = min(max(growth, 1.0), _THRESHOLDS.most_growth)
+    if shape.initial_size is not None and _is_unusual(shape, shape.initial_size):
+        growth *= shape.initial_size / _find_default_size(columns)
+    return growth
+
+
 def _find_default_size(columns: int) -> float:
     """Return the root mean square of the entries that torch's initialization makes."""
     return 1 / sqrt(3 * columns)
@@ -453,11 +444,11 @@ def _is_unusual(shape: BlockShape, size: float) -> bool:
     """Return True if no common initialization makes entries of this size."""
     _, rows, columns = shape.size
     usual_sizes = [
-        THRESHOLDS.least_unusual_size,
-        THRESHOLDS.unusual_size * _find_default_size(columns),
+        _THRESHOLDS.least_unusual_size,
+        _THRESHOLDS.unusual_size * _find_default_size(columns),
     ]
     if shape.role is not Role.HEAD:
-        usual_sizes.append(THRESHOLDS.unusual_size_by_outputs * sqrt(2 / rows))
+        usual_sizes.append(_THRESHOLDS.unusual_size_by_outputs * sqrt(2 / rows))
     return max(usual_sizes) < size < inf
 
 
@@ -465,5 +456,5 @@ def _make_even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dt
     """Return polar(X) with rows of one length, and entries of this root mean square."""
     polar_factor = polar(whitened)
     lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
-    scale = size * sqrt(whitened.shape[2]) / lengths.clamp(min=THRESHOLDS.least_length)
+    scale = size * sqrt(whitened.shape[2]) / lengths.clamp(min=_THRESHOLDS.least_length)
     return polar_factor * scale

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import half_precision, scale_to_half
-from ....maps.roles import Role
 from ..arguments import check
 from .adamw import AdamW
 from .base import (
@@ -26,7 +24,7 @@ from .base import (
     Rule,
     Statistics,
 )
-from .spectral import FILTERS, THRESHOLDS, Filters, Spectral, SpectralState, join, separate
+from .spectral import FILTERS, Filters, Spectral, SpectralState, join, separate
 
 
 @dataclass(kw_only=True)
@@ -50,9 +48,7 @@ class TwoSided(Spectral):
     layer's outputs. They come from the backward pass of the loss itself, so there is no second
     one, but where samples meet, as in a batch norm in training mode: there statistics take a
     second one, in which each sample's loss has a random sign. Momentum is shorter than that of
-    `Spectral`, and AdamW takes the whole rate for the other parameters. Steps of a matrix that has
-    more than 384 rows and columns are √(384/min(m, n)) times as long, so that one rate suits
-    decoders of width 384 to 1024.
+    `Spectral`, and AdamW takes the whole rate for the other parameters.
 
     Relatives: K-FAC's direction is R⁻¹ M C⁻¹; its half powers, and the polar factor of what they
     give, are in between it and Muon (Jordan et al., 2024). Shampoo (Gupta et al., 2018,
@@ -111,14 +107,6 @@ class TwoSided(Spectral):
 
     def fits(self, shape: BlockShape) -> bool:
         return shape.dense_columns
-
-    def find_growth(self, shape: BlockShape, rows: int) -> float:
-        """Return by how much steps are longer than usual: the less, the wider both sides are."""
-        growth = super().find_growth(shape, rows)
-        narrower_side = min(rows, shape.size[2])
-        if shape.role is Role.CONVOLUTION or narrower_side <= THRESHOLDS.reference_width:
-            return growth
-        return growth * sqrt(THRESHOLDS.reference_width / narrower_side)
 
     def list_factors(self, averages: FactorAverages, state: SpectralState) -> list[Tensor]:
         input_factors = super().list_factors(averages, state)
