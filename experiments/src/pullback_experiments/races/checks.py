@@ -162,7 +162,6 @@ _NAMES = {
     "muon-0.9": "Muon, momentum 0.9",
     "muon-0.9-half": "Muon, AdamW at half its rate",
     "normuon": "NorMuon, momentum 0.95",
-    "normuon-half": "NorMuon, momentum 0.95, AdamW at half its rate",
     "normuon-0.9": "NorMuon, momentum 0.9",
     "normuon-0.9-half": "NorMuon, AdamW at half its rate",
     "soap": "SOAP",

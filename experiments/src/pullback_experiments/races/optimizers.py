@@ -170,7 +170,6 @@ OPTIMIZERS: dict[str, Build] = {
     "muon-torch": torch_muon,
     "normuon": normuon,
     "normuon-0.9": _preset(normuon, momentum=0.9),
-    "normuon-half": _preset(normuon, rest=0.5),
     "normuon-0.9-half": _preset(normuon, momentum=0.9, rest=0.5),
     "soap": soap,
     "sgd": sgd,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..framework.checkout import REPOSITORY
-from .costs import costs, kfac, race_images, race_text, races, rules
+from .costs import costs, kfac, race_images, race_text, race_text_larger, races, rules
 from .curvature import influence, influence_dampings, influence_scale, laplace_rotation
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery
@@ -36,7 +36,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         verdicts,
-        *(costs, kfac, rules, races, race_text, race_images, gauss_newton),
+        *(costs, kfac, rules, races, race_text, race_text_larger, race_images, gauss_newton),
         *(exact, scale, pde, pde_chosen, kernels),
         *(pde_gallery, pde_defaults, pde_seeds, traffic, small_tasks),
         *(influence, influence_dampings, influence_scale, laplace_rotation),
