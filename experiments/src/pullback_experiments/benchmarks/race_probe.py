@@ -5,7 +5,8 @@ pullback bench race-probe --methods kfac-spectral --lr 4e-3 --set damping=1e-2 -
 
 Every method runs with every rate, seed and number of steps; `--pairs adamw:1.5e-3,muon:6e-3` names
 method and rate together instead. `--parallel N` runs N processes on one device, whose milliseconds
-are then not those of a run alone.
+are then not those of a run alone. A run that fails has its error in its line, and the others go on;
+the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -41,19 +42,29 @@ from ..races.tasks import TASKS, TextData, python_files
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] = ()) -> None:
     asked = _parser().parse_args(arguments)
     jobs = list(_jobs(asked))
     _refuse_unknown_jobs(jobs)
+    failures = 0
+    for record in _run_all(jobs, asked):
+        print(json.dumps(record), flush=True)
+        if "error" in record:
+            failures += 1
+    if failures:
+        print(f"{failures} of {len(jobs)} runs failed", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _run_all(jobs: Sequence[dict[str, Any]], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the record of every run as it ends."""
     if asked.parallel <= 1:
-        for job in jobs:
-            print(json.dumps(_run_job(job)), flush=True)
-        return 0
+        yield from map(_run_job, jobs)
+        return
     spawned = get_context("spawn")
     with ProcessPoolExecutor(asked.parallel, spawned, _share_corpus, (_corpus(asked),)) as pool:
         for future in as_completed([pool.submit(_run_job, job) for job in jobs]):
-            print(json.dumps(future.result()), flush=True)
-    return 0
+            yield future.result()
 
 
 def _parser() -> argparse.ArgumentParser:
