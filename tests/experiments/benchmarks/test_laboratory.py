@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -53,10 +54,11 @@ def test_every_benchmark_can_be_called_by_its_name() -> None:
     for name, summary in summaries.items():
         assert summary, name
         if name not in _WITH_PEERS:
-            module = importlib.import_module(
-                f"pullback_experiments.benchmarks.{name.replace('-', '_')}"
-            )
-            assert callable(module.main), name
+            assert callable(import_benchmark(name).main), name
+
+
+def import_benchmark(name: str) -> Any:
+    return importlib.import_module(f"pullback_experiments.benchmarks.{name.replace('-', '_')}")
 
 
 def test_the_command_runs_a_benchmark(tmp_path: Path) -> None:
@@ -72,3 +74,16 @@ def test_unknown_names_are_refused() -> None:
     assert outcome.exit_code == 1
     assert "There is no benchmark 'gredy'" in outcome.output
     assert "greedy" in outcome.output
+
+
+@pytest.mark.parametrize("name", sorted(list_benchmarks().keys() - _WITH_PEERS))
+def test_usage_names_the_benchmark(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = import_benchmark(name)
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(["--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: pullback bench {name} ")
+    with pytest.raises(SystemExit) as refusal:
+        benchmark.main(["--no-such-option"])
+    assert refusal.value.code == 2
+    assert capsys.readouterr().err.startswith(f"usage: pullback bench {name} ")

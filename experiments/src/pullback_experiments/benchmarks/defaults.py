@@ -215,7 +215,7 @@ def count_below(runs_by_seed: list[dict[str, Any]], rivals: Sequence[str]) -> in
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default=find_default_device())
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", default=len(SEEDS), type=int)

@@ -119,7 +119,7 @@ def count_rotations(widths: Sequence[int], *, one_sided: bool = False) -> float:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--widths", type=int, nargs="+", default=[784, 1000, 500, 250, 30])
     parser.add_argument("--quick", action="store_true", help="tiny sizes")

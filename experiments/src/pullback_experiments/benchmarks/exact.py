@@ -166,7 +166,7 @@ def measure(name: str, model: nn.Module, x: Tensor, device: torch.device) -> dic
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)

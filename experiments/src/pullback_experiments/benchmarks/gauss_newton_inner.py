@@ -377,7 +377,7 @@ def print_verdict(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--task", default="text")
     parser.add_argument("--outer", type=parse_count, default=20)

@@ -139,7 +139,7 @@ def measure(name: str, a: Tensor, r: Tensor, k: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--rows", type=int, default=2000)

@@ -121,7 +121,7 @@ def follow_natural_gradient() -> Journey:
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Print the three journeys."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--files", action="store_true", help="list the files of each journey")
     options = parser.parse_args(arguments)
     journeys = {

@@ -247,7 +247,7 @@ def report(
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="few inputs, for a test")
     parser.add_argument("--only", choices=PROBLEMS, default=None)

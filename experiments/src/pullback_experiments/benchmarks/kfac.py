@@ -376,7 +376,7 @@ def profile(bench: Bench, schedule: tuple[int, int]) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", nargs="*", default=None)

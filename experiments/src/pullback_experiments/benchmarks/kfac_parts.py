@@ -155,7 +155,7 @@ def measure_memory(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--repeats", type=int, default=3)

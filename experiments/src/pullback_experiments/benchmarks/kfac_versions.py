@@ -147,7 +147,7 @@ def measure_apart(tree: Path, name: str, device: str, repeats: int) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("pullback bench kfac-versions", description=__doc__)
     parser.add_argument("before", type=Path, nargs="?", help="a tree of the other version")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=2)

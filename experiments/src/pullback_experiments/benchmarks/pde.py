@@ -76,7 +76,7 @@ def line(r: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=list(ERRORS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])

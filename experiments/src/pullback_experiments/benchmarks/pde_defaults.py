@@ -211,7 +211,7 @@ def seeds(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--problems", type=lambda t: t.split(","), default=list(PROBLEMS))
     parser.add_argument("--seeds", type=seeds, default=[0])
     parser.add_argument("--tuned", action="store_true")

@@ -302,7 +302,7 @@ def format_result(name: str, result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     by_name = programs()
     parser.add_argument("--only", nargs="*", default=list(by_name), choices=list(by_name))
     parser.add_argument("--draw", action="store_true", help="run nothing, draw what is on record")

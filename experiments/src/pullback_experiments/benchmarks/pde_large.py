@@ -60,7 +60,7 @@ def solve_case(name: str, device: str, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=85.0)

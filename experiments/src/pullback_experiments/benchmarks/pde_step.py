@@ -91,7 +91,7 @@ def measure_step(parameters: int, steps: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--parameters", nargs="*", type=int, default=[500, 1000, 2000, 5000])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "pde-step.json")

@@ -237,7 +237,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--seeds", default="0-9", help="one, or the first and the last")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--reference-steps", type=int, default=LIMITS.reference_steps)

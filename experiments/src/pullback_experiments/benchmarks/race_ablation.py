@@ -314,7 +314,7 @@ def _run(name: str, ablation: AblationRun, device: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, nothing written")
     parser.add_argument("--workers", type=parse_count, default=1)

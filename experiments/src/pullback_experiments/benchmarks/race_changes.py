@@ -257,7 +257,7 @@ class ChangeRun:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--task", default="text")
     parser.add_argument("--steps", type=parse_count, default=640)

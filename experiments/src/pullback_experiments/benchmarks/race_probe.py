@@ -68,7 +68,7 @@ def _run_all(jobs: Sequence[dict[str, Any]], asked: argparse.Namespace) -> Itera
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--size", default="small", help=f"{', '.join(SIZES)}, or a task's name")
     parser.add_argument("--methods", default="", type=_words)
     parser.add_argument("--lr", default="1e-3", type=_rates)

@@ -166,7 +166,7 @@ def profile(name: str, device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=None, choices=sorted(PROBLEMS))
     parser.add_argument("--profile", action="store_true")

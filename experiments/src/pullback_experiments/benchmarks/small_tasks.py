@@ -396,7 +396,7 @@ def _median_seconds(seeds: Sequence[dict[str, Any]], method: str) -> float:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--tasks", default="open", help="open, aside, all, or names with commas")
     parser.add_argument("--seeds", default=3, type=int)
     parser.add_argument("--parallel", default=1, type=int, help="processes, one core each")

@@ -250,7 +250,7 @@ def format_medians(errors: list[dict[str, float]]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--quick", action="store_true", help="one batch size and two scales")
     parser.add_argument("--out", type=Path, default=RESULTS / "sobolev-normalization.json")
     options = parser.parse_args(arguments)

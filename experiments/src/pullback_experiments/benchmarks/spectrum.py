@@ -81,7 +81,7 @@ def measure(n: int, p: int, dtype: torch.dtype, device: torch.device) -> dict[st
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=None, metavar="NxP")
     parser.add_argument("--out", type=Path, default=None)

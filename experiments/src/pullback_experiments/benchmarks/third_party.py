@@ -280,7 +280,7 @@ def run_small_models(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--others", action="store_true", help="models in no table: training alone")

@@ -189,7 +189,7 @@ def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--measure", action="store_true", help="time on two processes instead")
     parser.add_argument("--steps", type=int, default=100, help="that are measured")

@@ -171,7 +171,7 @@ def run_variant(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, A
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=os.cpu_count())

@@ -9,10 +9,11 @@ Without it, or where NetKet is not installed there, the comparison is skipped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from pullback import vmc
 from pullback.metrics import FubiniStudy
 from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
 
-from ..framework.benchmark import RESULTS, write_record
+from ..framework.benchmark import RESULTS, make_parser, write_record
 
 RESULT = RESULTS / "vmc-netket.json"
 
@@ -143,11 +144,11 @@ def compare(name: str, python: str) -> dict[str, float] | None:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     """Compare both Hamiltonians and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__file__, __doc__)
     parser.add_argument("--python", default="", help="an interpreter that has NetKet")
-    python = parser.parse_args().python
+    python = parser.parse_args(arguments).python
     if not python or not Path(python).exists():
         print("skipped: give --python with an interpreter that has NetKet")
         return
@@ -171,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -95,10 +95,16 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     files.write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the benchmark's docstring."""
+def make_parser(file: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the benchmark in this file; its help is the benchmark's docstring.
+
+    Usage lines name `pullback bench NAME`, where argparse by itself knows `pullback` alone.
+    """
+    name = Path(file).stem.replace("_", "-")
     return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"pullback bench {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
