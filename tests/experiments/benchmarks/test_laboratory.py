@@ -40,6 +40,31 @@ def test_results_of_another_machine_are_dropped(tmp_path: Path) -> None:
     assert Record(path, {"environment": "here"}, resume=False).results == {}
 
 
+def test_every_result_has_the_number_of_its_environment(tmp_path: Path) -> None:
+    """Results of an older file, which lists no environments, stay as they are."""
+    path = tmp_path / "record.json"
+    about = {"environment": "here"}
+    Record(path, about).put("older", {"final": 1})
+    for name, commit in {"first": "abc", "second": "abc", "third": "def"}.items():
+        Record(path, about, environment={"commit": commit}).put(name, {"final": 2})
+    assert json.loads(path.read_text()) == {
+        "environment": "here",
+        "environments": [{"commit": "abc"}, {"commit": "def"}],
+        "results": {
+            "older": {"final": 1},
+            "first": {"final": 2, "environment": 0},
+            "second": {"final": 2, "environment": 0},
+            "third": {"final": 2, "environment": 1},
+        },
+    }
+    Record(path, {"environment": "there"}, environment={"commit": "def"}).put("fourth", {})
+    assert json.loads(path.read_text()) == {
+        "environment": "there",
+        "environments": [{"commit": "def"}],
+        "results": {"fourth": {"environment": 0}},
+    }
+
+
 def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     record = Record(None, {})

@@ -91,7 +91,8 @@ def test_a_run_that_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(race_changes, "_train_all", train_all)
     options = ["--task", "text-quick", "--steps", "2", "--seeds", "0", "--only", "unchanged"]
     race_changes.main([*options, "--out", str(out)])
-    assert json.loads(out.read_text("utf-8"))["results"] == {"unchanged, seed 0": {"final": 1.0}}
+    record = json.loads(out.read_text("utf-8"))
+    assert record["results"] == {"unchanged, seed 0": {"final": 1.0, "environment": 0}}
 
 
 def test_the_module_explains_itself_and_names_experiments(

@@ -51,6 +51,7 @@ from ..framework.benchmark import (
     refuse_unknown_names,
     write_record,
 )
+from ..framework.environment import environment
 from ..framework.timing import describe_machine
 from ..learning import schedules
 from ..learning.training import autocast, tensor_cores
@@ -404,8 +405,8 @@ def main(arguments: Sequence[str] = ()) -> None:
         asked.task, "kfac", 0.0, inner=0, outer=asked.outer, minibatches=asked.minibatches,
         seed=asked.seeds[0], device=asked.device,
     )  # fmt: skip
-    environment = describe_machine(torch.device(asked.device))
-    record = Record(asked.out, {"environment": environment, "task": asked.task})
+    about = {"environment": describe_machine(torch.device(asked.device)), "task": asked.task}
+    record = Record(asked.out, about, environment=environment(asked.device))
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
         run_study(Study(record, pool, time.monotonic() + asked.seconds), first, asked)
     if record.results:

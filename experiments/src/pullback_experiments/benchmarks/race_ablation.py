@@ -43,6 +43,7 @@ from ..framework.benchmark import (
     parse_device,
     refuse_unknown_names,
 )
+from ..framework.environment import environment
 from ..framework.timing import describe_machine
 from ..races import optimizers
 from ..races.loop import run
@@ -328,7 +329,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         ablation = AblationRun("text-quick", steps=20)
         path = None
     about = {"environment": describe_machine(torch.device(asked.device)), **asdict(ablation)}
-    record = Record(path, about, resume=False)
+    record = Record(path, about, resume=False, environment=environment(asked.device))
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
         jobs = {pool.submit(_run, n, ablation, asked.device): n for n in asked.only}
         for job in as_completed(jobs):

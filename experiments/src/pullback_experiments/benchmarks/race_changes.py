@@ -37,6 +37,7 @@ from ..framework.benchmark import (
     parse_device,
     refuse_unknown_names,
 )
+from ..framework.environment import environment
 from ..framework.timing import describe_machine
 from ..races import optimizers
 from ..races.loop import run
@@ -268,9 +269,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     asked = parser.parse_args(arguments)
     refuse_unknown_names("task", [asked.task], TASKS)
     refuse_unknown_names("row", asked.only, ROWS)
-    environment = describe_machine(torch.device(asked.device))
-    about = {"environment": environment, "task": asked.task, "steps": asked.steps, "lr": LR}
-    record = Record(asked.out, about)
+    machine = describe_machine(torch.device(asked.device))
+    about = {"environment": machine, "task": asked.task, "steps": asked.steps, "lr": LR}
+    record = Record(asked.out, about, environment=environment(asked.device))
     rows = asked.only
     for seed in asked.seeds:
         runs = [ChangeRun(row, asked.task, asked.steps, seed, asked.device) for row in rows]

@@ -43,6 +43,9 @@ class Record:
             the same facts stay; under others they are dropped.
         key: the entry of the file that holds the results.
         resume: whether to keep what is on record; False starts anew.
+        environment: what `framework.environment` says of new results, which are mappings. The file
+            lists environments as those of experiments do, and every result has the number of its
+            own: results of several commits may stand in one file. Those of older files have none.
     """
 
     def __init__(
@@ -52,15 +55,19 @@ class Record:
         *,
         key: str = "results",
         resume: bool = True,
+        environment: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self._about = dict(about)
         self._key = key
+        self._environment = environment
+        self._environments: list[Mapping[str, Any]] = []
         self.results: dict[str, Any] = {}
         if resume and path is not None and path.exists():
             saved = json.loads(path.read_text("utf-8"))
             if all(saved.get(name) == value for name, value in self._about.items()):
                 self.results = saved.get(key, {})
+                self._environments = saved.get("environments", [])
 
     @classmethod
     def on_device(
@@ -75,6 +82,10 @@ class Record:
 
     def put(self, name: str, result: Any) -> None:
         """Add a result and write the file."""
+        if self._environment is not None:
+            if self._environment not in self._environments:
+                self._environments.append(self._environment)
+            result = {**result, "environment": self._environments.index(self._environment)}
         self.results[name] = result
         self.write()
 
@@ -82,7 +93,10 @@ class Record:
         """Write the file, with further entries beside the results."""
         if self.path is None:
             return
-        write_record(self.path, {**self._about, self._key: self.results, **more})
+        head = dict(self._about)
+        if self._environments:
+            head["environments"] = self._environments
+        write_record(self.path, {**head, self._key: self.results, **more})
 
 
 def write_results(path: Path, device: torch.device, results: Sequence[Any]) -> None:

@@ -1,0 +1,53 @@
+"""Results of the races' benchmarks name the environment with the commit that they are from."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullback_experiments.benchmarks import gauss_newton_inner, race_ablation, race_changes
+from pullback_experiments.framework.environment import environment
+
+
+def train_outer(run: gauss_newton_inner.OuterRun) -> dict[str, Any]:
+    """Return what a run gives, whose best rate is 0.024."""
+    return {
+        **asdict(run), "passes": run.passes, "seconds": 0.0, "final": 1 + abs(run.lr - 0.024),
+    }  # fmt: skip
+
+
+#: benchmark, what trains, its stand-in, and options
+BENCHMARKS = [
+    (race_changes, (race_changes.ChangeRun, "train"), lambda run: {"final": 1.0},
+     ["--task", "text-quick", "--steps", "2", "--only", "unchanged", "--seeds", "0"]),
+    (race_ablation, (race_ablation, "_run"), lambda *run: {"final": 1.0},
+     ["--only", "damping 1"]),
+    (gauss_newton_inner, (gauss_newton_inner.OuterRun, "train"), train_outer,
+     ["--task", "text-quick", "--inner", "--small", "--lengths", "1", "--methods", "kfac"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("benchmark", "trainer", "stand_in", "options"), BENCHMARKS)
+def test_results_name_the_commit(
+    benchmark: Any,
+    trainer: tuple[Any, str],
+    stand_in: Callable[..., Any],
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(*trainer, stand_in)
+    monkeypatch.setattr(
+        benchmark, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers)
+    )
+    out = tmp_path / "record.json"
+    benchmark.main([*options, "--out", str(out)])
+    record = json.loads(out.read_text("utf-8"))
+    assert record["environments"] == [environment("cpu")]
+    assert "commit" in record["environments"][0]
+    assert record["results"]
+    assert all(result["environment"] == 0 for result in record["results"].values())
