@@ -176,14 +176,19 @@ def _invert_root_of_gram(gram: Tensor, route: Route) -> Tensor:
     return (vectors * roots[..., None, :]) @ vectors.mT
 
 
-class InverseRoots(NamedTuple):
-    """Roots of G factors, (G, n, n) or (G, n) of diagonals, and which of them converged, (G,)."""
+class RootsWithFlags(NamedTuple):
+    """Inverse roots of one stack of factors, with flags that are still on the device.
+
+    Attributes:
+        roots: of G factors, (G, n, n), or (G, n) of diagonals.
+        has_converged: True for each root that can be used, (G,).
+    """
 
     roots: Tensor
     has_converged: Tensor
 
 
-def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> InverseRoots:
+def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> RootsWithFlags:
     r"""Return Z = (1 + C/c)^(-½) with c = λ tr(C)/n for symmetric C ≥ 0, and which converged.
 
     C are matrices (G, n, n) or diagonals (G, n). For matrices Y → A^½, Z → A^(-½) by
@@ -199,7 +204,7 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> Inver
     factor = factor / mean.view(-1, *[1] * (factor.ndim - 1))
     if factor_matrix.is_diagonal(factor):
         out = (1 + factor / damping).rsqrt()
-        return InverseRoots(out, torch.isfinite(out).all(-1))
+        return RootsWithFlags(out, torch.isfinite(out).all(-1))
     route = _choose_route(factor, fine=fine)
     if route is Route.EIGH:
         return _exact_inverse_root(factor, damping)
@@ -223,12 +228,12 @@ def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> Inver
     t = multiply(z, y)
     has_converged = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.diagonal_error
     z = multiply(_evaluate_polynomial(t, _LAST_POLYNOMIAL, multiply), z)
-    return InverseRoots(z * (damping / norm).sqrt(), has_converged)
+    return RootsWithFlags(z * (damping / norm).sqrt(), has_converged)
 
 
 def inverse_roots(
     factors: Sequence[Tensor], damping: float, *, fine: bool = False
-) -> list[InverseRoots]:
+) -> list[RootsWithFlags]:
     """Return `inverse_root` of several stacks; small factors of one size are handled at once."""
     groups: dict[Any, list[int]] = {}
     for i, factor in enumerate(factors):
@@ -236,12 +241,12 @@ def inverse_roots(
         if factor.shape[-1] <= _THRESHOLDS.joint_root:
             form = (factor.shape[1:], factor.dtype, factor.device)
         groups.setdefault(form, []).append(i)
-    by_index: dict[int, InverseRoots] = {}
+    by_index: dict[int, RootsWithFlags] = {}
     for indices in groups.values():
         counts = [len(factors[i]) for i in indices]
         joint = inverse_root(torch.cat([factors[i] for i in indices]), damping, fine=fine)
         parts = zip(joint.roots.split(counts), joint.has_converged.split(counts), strict=True)
-        by_index.update(zip(indices, map(InverseRoots._make, parts), strict=True))
+        by_index.update(zip(indices, map(RootsWithFlags._make, parts), strict=True))
     return [by_index[i] for i in range(len(factors))]
 
 
@@ -257,7 +262,7 @@ def _evaluate_polynomial(
     return p
 
 
-def _exact_inverse_root(factor: Tensor, damping: float) -> InverseRoots:
+def _exact_inverse_root(factor: Tensor, damping: float) -> RootsWithFlags:
     """Return (1 + C/λ)^(-½) by `eigh` for C with a mean eigenvalue of 1, and which are finite.
 
     A matrix that is not finite is replaced by zeros in the `eigh`, which would raise for it.
@@ -268,10 +273,10 @@ def _exact_inverse_root(factor: Tensor, damping: float) -> InverseRoots:
         values, vectors = torch.linalg.eigh(finite_factor)
     except torch.linalg.LinAlgError:
         no_block = torch.zeros(len(factor), dtype=torch.bool, device=factor.device)
-        return InverseRoots(factor, no_block)
+        return RootsWithFlags(factor, no_block)
     roots = (1 + values.clamp(min=0) / damping).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
-    return InverseRoots(root, is_finite & torch.isfinite(root).flatten(1).all(1))
+    return RootsWithFlags(root, is_finite & torch.isfinite(root).flatten(1).all(1))
 
 
 def eigenbasis(factor: Tensor) -> Tensor:

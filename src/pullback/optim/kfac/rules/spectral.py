@@ -14,7 +14,7 @@ from torch import Tensor
 from ...._core.errors import PullbackError, describe_value
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import (
-    InverseRoots,
+    RootsWithFlags,
     half_precision,
     inverse_root,
     inverse_roots,
@@ -105,11 +105,16 @@ def _check_filters(filters: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Roots:
-    """Inverse roots of the factors of B blocks, and the blocks that have none."""
+class CheckedRoots:
+    """Inverse roots of one stack of factors, whose flags were read from the device.
 
-    matrices: Tensor
-    failed: Sequence[int]
+    Attributes:
+        roots: of the factors of B blocks, (B, n, n), or (B, n) of diagonals.
+        failed_blocks: the numbers of the blocks that have none.
+    """
+
+    roots: Tensor
+    failed_blocks: Sequence[int]
 
 
 @dataclass
@@ -270,20 +275,20 @@ class Spectral(Rule):
             self.list_factors(stack, state)
             for stack, state in zip(averages, spectral_states, strict=True)
         ]
-        started = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
+        pending = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
         counts = [len(factors) for factors in factors_of_stacks]
-        return self._finish_refresh(started, spectral_states, counts)
+        return self._finish_refresh(pending, spectral_states, counts)
 
     def _finish_refresh(
-        self, started: StartedRoots, states: Sequence[SpectralState], counts: Sequence[int]
+        self, pending: PendingRoots, states: Sequence[SpectralState], counts: Sequence[int]
     ) -> Iterator[RefreshReport]:
         """Set the roots of all states, so many of each, and yield which blocks failed."""
-        roots = iter(started.finish())
+        checked = iter(pending.finish())
         for state, count in zip(states, counts, strict=True):
-            roots_of_stack = list(islice(roots, count))
-            self.set_roots(state, [root.matrices for root in roots_of_stack])
+            checked_roots = list(islice(checked, count))
+            self.set_roots(state, [stack.roots for stack in checked_roots])
             report = RefreshReport()
-            for block in sorted({*chain(*(root.failed for root in roots_of_stack))}):
+            for block in sorted({*chain(*(stack.failed_blocks for stack in checked_roots))}):
                 report.fail(block, "its root did not converge")
             yield report
 
@@ -358,14 +363,14 @@ def _compute_mean_squares(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StartedRoots:
-    """Inverse roots of stacks of factors, which the device may still be at work on."""
+class PendingRoots:
+    """Inverse roots of several stacks, which the device may still be at work on."""
 
     factors: Sequence[Tensor]
-    stacks: Sequence[InverseRoots]
+    stacks: Sequence[RootsWithFlags]
     damping: float
 
-    def finish(self) -> list[Roots]:
+    def finish(self) -> list[CheckedRoots]:
         """Return the roots, with more bits and damping where that fails.
 
         The device is waited for once.
@@ -384,15 +389,15 @@ class StartedRoots:
                     failed.append(block)
                 else:
                     stack.roots[block] = root[0]
-            results.append(Roots(stack.roots, failed))
+            results.append(CheckedRoots(stack.roots, failed))
             start = stop
         return results
 
 
-def start_roots(factors: Sequence[Tensor], damping: float) -> StartedRoots:
+def start_roots(factors: Sequence[Tensor], damping: float) -> PendingRoots:
     """Let the device find the inverse roots of stacks of factors."""
     is_coarse = damping >= _THRESHOLDS.coarse_damping
-    return StartedRoots(factors, inverse_roots(factors, damping, fine=not is_coarse), damping)
+    return PendingRoots(factors, inverse_roots(factors, damping, fine=not is_coarse), damping)
 
 
 def _find_fine_root(factor: Tensor, damping: float) -> Tensor | None:
