@@ -269,6 +269,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         lambda n, x: n.head(n.norm(n.conv(x).transpose(1, 2))), conv=make_conv(bias=True)
     ),
     "unit vectors": lambda: Net(lambda n, x: n.head(F.normalize(n.conv(x), dim=1, eps=EPS))),
+    "unit vectors by the default eps": lambda: Net(lambda n, x: n.head(F.normalize(n.conv(x)))),
+    "vectors over a constant": lambda: Net(lambda n, x: n.head(F.normalize(n.conv(x), eps=5.0))),
+    "vectors over a tensor": lambda: Net(
+        lambda n, x: n.head(F.normalize(n.conv(x), eps=torch.tensor(5.0, dtype=x.dtype)))  # pyright: ignore[reportArgumentType]
+    ),
     "linear": lambda: Net(
         lambda n, x: n.other(n.norm(n.conv(x.flatten(1)))),
         conv=nn.Linear(48, 4),
@@ -356,6 +361,45 @@ def test_lengths_that_are_taken_to_have_an_effect(case: str) -> None:
     """Where functions are not understood, steps are the usual ones."""
     model = UNKNOWN[case]().double()
     assert not list_normalized(model, make_input())
+
+
+def make_norms(eps: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return normalizations by modules, and by torch's functions with arguments by position."""
+    return {
+        "batch": nn.BatchNorm2d(4, eps=eps),
+        "instance": nn.InstanceNorm2d(4, eps=eps),
+        "group": nn.GroupNorm(2, 4, eps=eps),
+        "layer": nn.LayerNorm([4, 4, 4], eps=eps),
+        "rms": nn.RMSNorm([4, 4, 4], eps=eps),
+        "normalize": lambda y: F.normalize(y, 2.0, 1, eps),
+        "torch.batch_norm": lambda y: torch.batch_norm(
+            y, None, None, None, None, True, 0.1, eps, False
+        ),
+        "torch.instance_norm": lambda y: torch.instance_norm(
+            y, None, None, None, None, True, 0.1, eps, False
+        ),
+        "torch.group_norm": lambda y: torch.group_norm(y, 2, None, None, eps),
+        "torch.layer_norm": lambda y: torch.layer_norm(y, [4, 4, 4], None, None, eps),
+        "torch.rms_norm": lambda y: torch.rms_norm(y, [4, 4, 4], None, eps),
+    }
+
+
+@pytest.mark.parametrize("name", make_norms(EPS))
+def test_lengths_count_beside_a_large_eps(name: str) -> None:
+    """A usual eps takes next to nothing of the length's effect; with a large one it has a large."""
+    x = make_input()
+    for eps, expected in {1e-5: {"conv.weight"}, 1e-3: {"conv.weight"}, 5.0: set()}.items():
+        torch.manual_seed(0)
+        norm = make_norms(eps)[name]
+        model = Net(lambda net, x, norm=norm: net.head(norm(net.conv(x)))).double()
+        if isinstance(norm, nn.Module):
+            norm.double()
+        assert list_normalized(model, x) == expected
+        before = compute_outputs(model, x)
+        with torch.no_grad():
+            model.get_parameter("conv.weight").mul_(2)
+        change = float((compute_outputs(model, x) - before).norm() / before.norm())
+        assert change < 0.02 if expected else change > 0.2
 
 
 def test_what_the_table_does_not_depend_on() -> None:

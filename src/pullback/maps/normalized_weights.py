@@ -4,15 +4,17 @@ Twice as large filters before a batch norm give the same network. `NormalizedWei
 *multiples* of weights through one forward pass: tensors that are multiplied by a power of λ where
 the weight is multiplied by λ > 0. A parameter is a multiple of itself, and products of multiples,
 views, pools and ReLUs of them are multiples again. A normalization by the statistics of its input
-takes the length out. Whatever else reads a multiple may depend on the length.
+takes the length out, but for its `eps`, which is to be small. Whatever else reads a multiple may
+depend on the length.
 
 The functions that are called show what is done with a multiple, and the autograd graph shows
 whether something else was done too, by a custom function or in compiled code. What is computed
 without gradients is followed as well: it must not come back into what has gradients. Only Python
 numbers that were read from tensors escape.
 
-A weight that is not found has the usual steps: before a normalization by hand or by a custom
-function, as `SyncBatchNorm` is among several processes, or where weight norm makes the weight.
+A weight that is not found has the usual steps: before a normalization by hand, with a large `eps`,
+or by a custom function, as `SyncBatchNorm` is among several processes, or where weight norm makes
+the weight.
 """
 
 from __future__ import annotations
@@ -66,11 +68,31 @@ _PRODUCTS = frozenset(
 _JOINS = frozenset(("cat", "concat"))
 #: normalizations that subtract the mean of each channel and divide by its deviation
 _CHANNEL_NORMS = frozenset(("batch_norm", "instance_norm"))
-_NORMALIZATIONS = _CHANNEL_NORMS | {"group_norm", "layer_norm", "rms_norm", "normalize"}
+#: all normalizations, with the position of `eps` among their arguments
+_EPS_POSITIONS = {
+    "batch_norm": 7,
+    "instance_norm": 7,
+    "group_norm": 4,
+    "layer_norm": 4,
+    "rms_norm": 3,
+    "normalize": 3,
+}
 #: functions of each channel by itself
 _OF_CHANNELS = _COPIES | POOLS | _ELEMENTWISE | _DROPOUTS
 #: those of them that add a number to their results where it is added to their argument
 _KEEPING_BIASES = _COPIES | _MAX_POOLS
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bounds of what counts as a normalization."""
+
+    #: of `eps`. Usual ones are at most 1e-3 (EfficientNet, Inception). Beside a larger one the mean
+    #: squares or lengths that are divided by may be small, and the length of the weight then counts
+    eps: float = 1e-3
+
+
+_LIMITS = _Limits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,12 +132,24 @@ class _Call:
 
     @property
     def is_normalization(self) -> bool:
-        """True for a normalization by the statistics of its input, not by running ones."""
+        """True for a normalization by the statistics of its input alone.
+
+        Running statistics, and an `eps` that is not small beside those of the input, do not grow
+        with the weight.
+        """
+        if self.name not in _EPS_POSITIONS or not self._has_small_eps:
+            return False
         if self.name == "batch_norm":
             return bool(self.get(5, "training", False))
         if self.name == "instance_norm":
             return bool(self.get(5, "use_input_stats", True))
-        return self.name in _NORMALIZATIONS
+        return True
+
+    @property
+    def _has_small_eps(self) -> bool:
+        """True if the `eps` of a normalization is the default or a small number."""
+        eps = self.get(_EPS_POSITIONS[self.name], "eps")
+        return eps is None or (isinstance(eps, (int, float)) and eps <= _LIMITS.eps)
 
     @property
     def is_homogeneous(self) -> bool:
