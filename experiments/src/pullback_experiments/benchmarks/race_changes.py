@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, sqrt
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pullback import KFAC
-from pullback.optim.kfac import AdamW, Spectral, TwoSided
+from pullback.optim.kfac import AdamW, Estimation, Spectral, TwoSided
 from pullback.optim.kfac.rules import BlockShape, Rule, RuleState, StepContext
 from pullback.optim.kfac.rules.spectral import SpectralState
 
@@ -98,6 +98,28 @@ class WhitenedHead(Spectral):
         back = adam @ root
         length = adam.norm(dim=(1, 2), keepdim=True) / back.norm(dim=(1, 2), keepdim=True)
         return self.adamw.rate * length * back
+
+
+# --- lengths of steps -----------------------------------------------------------------------------
+
+
+class CorrectedSpectral(Spectral):
+    """`Spectral` with mean squares corrected for their start at zero, as Adam's are."""
+
+    name: ClassVar = "corrected-spectral"
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        self._correction = sqrt(1 - self.adapt**step.count)
+        return super().direction(gradient, state, step)
+
+    def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
+        return super().find_step_size(squares, mean_squares) * self._correction
+
+
+class CorrectedTwoSided(CorrectedSpectral, TwoSided):
+    """`TwoSided` with the same correction."""
+
+    name: ClassVar = "corrected-two-sided"
 
 
 # --- hooks around a step --------------------------------------------------------------------------
@@ -210,6 +232,15 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule": _kfac(TwoSided),
     "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
     "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
+    "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
+    "the two-sided rule, squares corrected for their start": _kfac(CorrectedTwoSided),
+    "the two-sided rule, statistics of one batch": _kfac(
+        partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
+    ),
+    "squares corrected for their start": _kfac(CorrectedSpectral),
+    "statistics of one batch": _kfac(
+        partial(Spectral, estimation=Estimation(ema=0.0)), invert_every=10
+    ),
     "momentum 0.85": _kfac(partial(Spectral, momentum=0.85)),
     "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
     "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
