@@ -192,10 +192,17 @@ def _kfac(make_rule: Callable[[], Rule] = Spectral, **options: Any) -> optimizer
     return build
 
 
-def _refresh_densely_at_first(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
-    rule = Spectral()
-    rule.warmup = 20
-    return _kfac(lambda: rule)(model, lr, settings)
+def _refresh_densely_at_first(
+    make_rule: Callable[[], Rule], dense_steps: int, **options: Any
+) -> optimizers.Build:
+    """Return a row that refreshes at so many steps from the first on, then after growing gaps."""
+
+    def make_dense_rule() -> Rule:
+        rule = make_rule()
+        rule.warmup = dense_steps
+        return rule
+
+    return _kfac(make_dense_rule, **options)
 
 
 def _remember_squares_of_gains(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
@@ -237,6 +244,10 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, statistics of one batch": _kfac(
         partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
     ),
+    "the two-sided rule, refresh denser at first": _refresh_densely_at_first(TwoSided, 20),
+    "the two-sided rule, roots every 40 steps, denser at first": _refresh_densely_at_first(
+        TwoSided, 5, invert_every=40
+    ),
     "squares corrected for their start": _kfac(CorrectedSpectral),
     "statistics of one batch": _kfac(
         partial(Spectral, estimation=Estimation(ema=0.0)), invert_every=10
@@ -244,7 +255,7 @@ ROWS: dict[str, optimizers.Build] = {
     "momentum 0.85": _kfac(partial(Spectral, momentum=0.85)),
     "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
     "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
-    "refresh denser at first": _refresh_densely_at_first,
+    "refresh denser at first": _refresh_densely_at_first(Spectral, 20),
     "damping 0.05": _kfac(partial(Spectral, damping=0.05)),
     "damping 0.02": _kfac(partial(Spectral, damping=0.02)),
     "input factor on the head": _kfac(WhitenedHead),
