@@ -1,4 +1,4 @@
-"""Results of the races' benchmarks name the environment with the commit that they are from."""
+"""Results of the races' benchmarks name the commit that they are from, and failures are told."""
 
 import json
 from collections.abc import Callable
@@ -51,3 +51,28 @@ def test_results_name_the_commit(
     assert "commit" in record["environments"][0]
     assert record["results"]
     assert all(result["environment"] == 0 for result in record["results"].values())
+
+
+@pytest.mark.parametrize(("benchmark", "trainer", "stand_in", "options"), BENCHMARKS)
+def test_failed_runs_end_with_a_status(
+    benchmark: Any,
+    trainer: tuple[Any, str],
+    stand_in: Callable[..., Any],
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(*trainer, fail)
+    monkeypatch.setattr(
+        benchmark, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers)
+    )
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main([*options, "--out", str(tmp_path / "record.json")])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "out of memory" in said.out
+    assert " failed" in said.err

@@ -45,6 +45,7 @@ from pullback import KFAC, PullbackError
 from ..framework.benchmark import (
     RESULTS,
     Record,
+    exit_if_failed,
     make_parser,
     parse_count,
     parse_device,
@@ -357,14 +358,20 @@ def list_searches(study: Study, first: OuterRun, asked: Any) -> list[Callable[[]
     return searches
 
 
-def run_study(study: Study, first: OuterRun, asked: Any) -> None:
-    """Do all searches, some at a time; one that fails or has no time left does not end others."""
-    with ThreadPoolExecutor(asked.workers) as threads:
-        jobs = [threads.submit(one) for one in list_searches(study, first, asked)]
+def do_all(searches: Sequence[Callable[[], Any]], workers: int) -> int:
+    """Do all searches, some at a time, and return how many failed.
+
+    One that fails or has no time left does not end others.
+    """
+    failures = 0
+    with ThreadPoolExecutor(workers) as threads:
+        jobs = [threads.submit(one) for one in searches]
         for job in as_completed(jobs):
             error = job.exception()
             if error is not None:
                 print(repr(error), flush=True)
+                failures += not isinstance(error, OutOfTimeError)
+    return failures
 
 
 def print_verdict(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -408,9 +415,12 @@ def main(arguments: Sequence[str] = ()) -> None:
     about = {"environment": describe_machine(torch.device(asked.device)), "task": asked.task}
     record = Record(asked.out, about, environment=environment(asked.device))
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
-        run_study(Study(record, pool, time.monotonic() + asked.seconds), first, asked)
+        study = Study(record, pool, time.monotonic() + asked.seconds)
+        searches = list_searches(study, first, asked)
+        failures = do_all(searches, asked.workers)
     if record.results:
         record.write(checks=print_verdict(record.results))
+    exit_if_failed(failures, len(searches), "searches")
 
 
 def judge_record(path: Path) -> None:

@@ -38,6 +38,7 @@ from pullback.optim.kfac.rules.spectral import SpectralState
 from ..framework.benchmark import (
     RESULTS,
     Record,
+    exit_if_failed,
     make_parser,
     parse_count,
     parse_device,
@@ -332,12 +333,15 @@ def main(arguments: Sequence[str] = ()) -> None:
     record = Record(path, about, resume=False, environment=environment(asked.device))
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
         jobs = {pool.submit(_run, n, ablation, asked.device): n for n in asked.only}
+        failures = 0
         for job in as_completed(jobs):
             name = jobs[job]
             error = job.exception()
             if error:
                 result = {"error": str(error)}
+                failures += 1
             else:
                 result = job.result()
             print(f"{name:45} {result.get('final', error)}", flush=True)
             record.put(name, result)
+    exit_if_failed(failures, len(jobs))

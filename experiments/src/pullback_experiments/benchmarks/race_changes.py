@@ -32,6 +32,7 @@ from pullback.optim.kfac.rules.spectral import SpectralState
 from ..framework.benchmark import (
     RESULTS,
     Record,
+    exit_if_failed,
     make_parser,
     parse_count,
     parse_device,
@@ -315,6 +316,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     about = {"environment": machine, "task": asked.task, "steps": asked.steps, "lr": LR}
     record = Record(asked.out, about, environment=environment(asked.device))
     rows = asked.only
+    failures = 0
+    count = 0
     for seed in asked.seeds:
         runs = [ChangeRun(row, asked.task, asked.steps, seed, asked.device) for row in rows]
         missing = [one for one in runs if "final" not in record.results.get(one.name, {})]
@@ -322,7 +325,10 @@ def main(arguments: Sequence[str] = ()) -> None:
             outcome = result.get("final", result.get("error"))
             print(f"{finished.name:60} {outcome}", flush=True)
             record.put(finished.name, result)
+            count += 1
+            failures += "error" in result
         rows = _select_paying(runs, record.results)
+    exit_if_failed(failures, count)
 
 
 def _select_paying(runs: Sequence[ChangeRun], results: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ import torch
 from pullback import PullbackError
 
 from ..framework.benchmark import (
+    exit_if_failed,
     find_default_device,
     make_parser,
     parse_count,
@@ -51,9 +52,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         print(json.dumps(record), flush=True)
         if "error" in record:
             failures += 1
-    if failures:
-        print(f"{failures} of {len(jobs)} runs failed", file=sys.stderr)
-        raise SystemExit(1)
+    exit_if_failed(failures, len(jobs))
 
 
 def _run_all(jobs: Sequence[dict[str, Any]], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:

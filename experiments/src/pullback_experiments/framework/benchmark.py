@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -29,8 +30,9 @@ from .checkout import RESULTS
 from .timing import describe_machine
 
 __all__ = [
-    "RESULTS", "Record", "find_default_device", "make_parser", "parse_count", "parse_device",
-    "parse_rate", "refuse_unknown_names", "use_tensor_cores", "write_record", "write_results",
+    "RESULTS", "Record", "exit_if_failed", "find_default_device", "make_parser", "parse_count",
+    "parse_device", "parse_rate", "refuse_unknown_names", "use_tensor_cores", "write_record",
+    "write_results",
 ]  # fmt: skip
 
 
@@ -155,6 +157,13 @@ def refuse_unknown_names(kind: str, names: Iterable[str], known: Iterable[str]) 
                 describe_nearest_names(name, known_names),
                 f"Use one of: {'; '.join(known_names)}",
             )
+
+
+def exit_if_failed(failures: int, count: int, counted: str = "runs") -> None:
+    """End the command with status 1 and a line that says how many of the runs failed, if any."""
+    if failures:
+        print(f"{failures} of {count} {counted} failed", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def find_default_device() -> str:
