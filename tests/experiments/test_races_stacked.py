@@ -59,10 +59,13 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
             v = v[rows][:, columns]
 
 
-def test_normuon_is_its_equations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("as_long_as_muon", [False, True])
+def test_normuon_is_its_equations(as_long_as_muon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     weight = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
-    normuon = NorMuon([weight], 0.1, momentum=0.9, beta2=0.8, weight_decay=0.05)
+    normuon = NorMuon(
+        [weight], 0.1, momentum=0.9, beta2=0.8, weight_decay=0.05, as_long_as_muon=as_long_as_muon
+    )
     w = np.ones((3, 5))
     m = np.zeros((3, 5))
     v = np.zeros((3, 1))
@@ -74,7 +77,10 @@ def test_normuon_is_its_equations(monkeypatch: pytest.MonkeyPatch) -> None:
         o = polar(torch.from_numpy(0.1 * g + 0.9 * m)[None])[0].numpy()
         v = 0.8 * v + 0.2 * (o**2).mean(1, keepdims=True)
         x = o / np.sqrt(v)
-        w = (1 - 0.1 * 0.05) * w - 0.1 * 0.2 * np.sqrt(15) * x / np.linalg.norm(x)
+        length = 0.2 * np.sqrt(15)
+        if as_long_as_muon:
+            length = 0.2 * np.sqrt(5) * np.linalg.norm(o)
+        w = (1 - 0.1 * 0.05) * w - 0.1 * length * x / np.linalg.norm(x)
         np.testing.assert_allclose(weight.detach().numpy(), w, atol=1e-7)
 
 

@@ -164,6 +164,7 @@ _NAMES = {
     "normuon": "NorMuon, momentum 0.95",
     "normuon-0.9": "NorMuon, momentum 0.9",
     "normuon-0.9-half": "NorMuon, AdamW at half its rate",
+    "normuon-0.9-muon-length": "NorMuon, as long as Muon's steps",
     "soap": "SOAP",
     "kfac-spectral": "K-FAC, spectral",
     "kfac-eigenbasis": "K-FAC, eigenbasis",

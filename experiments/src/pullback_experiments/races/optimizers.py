@@ -171,13 +171,14 @@ OPTIMIZERS: dict[str, Build] = {
     "normuon": normuon,
     "normuon-0.9": _preset(normuon, momentum=0.9),
     "normuon-0.9-half": _preset(normuon, momentum=0.9, rest=0.5),
+    "normuon-0.9-muon-length": _preset(normuon, momentum=0.9, rest=0.5, as_long_as_muon=True),
     "soap": soap,
     "sgd": sgd,
     "kfac-natural": natural,
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
-    "kfac-two-sided": _preset(two_sided, rule_cuda_graph=True),
+    "kfac-two-sided": two_sided,
     "kfac-rate-0.5": default,
     "kfac-rate-2": default,
     "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
@@ -229,8 +230,9 @@ class Muon(StackedOptimizer):
 
         M ← μM + (1 − μ)G,   U = 0.2 √max(m, n) · polar((1 − μ)G + μM)
 
-    Entries of U have a root mean square of about 0.2 in every shape. For a convolution m is the
-    number of filters and n the number of entries of one.
+    Entries of U have a root mean square of about 0.2 in every shape, and less where momentum has
+    few directions, as at the start of training: `polar` leaves the smallest ones small. For a
+    convolution m is the number of filters and n the number of entries of one.
 
     Args:
         params: matrices.
@@ -264,6 +266,8 @@ class NorMuon(StackedOptimizer):
         U = 0.2 √(mn) · X/‖X‖,   X = O/√v
 
     The paper's O is the polar factor of M itself; that of Nesterov's momentum is as in `Muon`.
+    Code by its authors has U = 0.2 √max(m, n) ‖O‖ · X/‖X‖ instead, as long as Muon's step, which
+    is shorter at the start of training, the more so the wider a network is.
 
     Args:
         params: matrices.
@@ -271,6 +275,7 @@ class NorMuon(StackedOptimizer):
         momentum: μ.
         beta2: β₂.
         weight_decay: λ, decoupled.
+        as_long_as_muon: whether U is as in that code.
     """
 
     def __init__(
@@ -281,9 +286,11 @@ class NorMuon(StackedOptimizer):
         momentum: float = 0.95,
         beta2: float = 0.95,
         weight_decay: float = 0.1,
+        as_long_as_muon: bool = False,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay}
         super().__init__(params, options)
+        self._as_long_as_muon = as_long_as_muon
 
     def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if not state:
@@ -293,7 +300,10 @@ class NorMuon(StackedOptimizer):
         o = polar(g.lerp(m, group["momentum"]))
         v = state["v"].lerp_(o.square().mean(2, keepdim=True), 1 - group["beta2"])
         x = o * (v + 1e-10).rsqrt()
-        return x * (0.2 * g[0].numel() ** 0.5 / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7))
+        length = 0.2 * g[0].numel() ** 0.5
+        if self._as_long_as_muon:
+            length = 0.2 * max(g.shape[1:]) ** 0.5 * o.norm(dim=(1, 2), keepdim=True)
+        return x * (length / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7))
 
 
 def polar(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -323,7 +333,8 @@ class SOAP(StackedOptimizer):
         M ← β₁M + (1 − β₁)G,     V ← β₂V + (1 − β₂)(QᵀGP)²
         U = Q [ (QᵀMP)/(1 − β₁ᵗ) / (√(V/(1 − β₂ᵗ)) + ε) ] Pᵀ
 
-    Q and P are the eigenvectors of L and R of the first gradient, which takes no step. Every
+    L and R begin as those of the first gradient, which takes no step, with its whole weight; code
+    by its authors begins at zero. Q and P are their eigenvectors. Every
     `refresh_every` steps one step of orthogonal iteration renews them, Q ← qr(LQ), after the
     columns, and V with them, are put in the order of the eigenvalues diag QᵀLQ.
 

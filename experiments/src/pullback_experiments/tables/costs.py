@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
+from ..races.checks import final, find_crossing
 from .numbers import Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
@@ -104,40 +107,37 @@ def _list_spectral_costs(model: str) -> list[str]:
 
 
 def race_text() -> Rows:
-    """Optimizers of the race on text, the lowest loss first, with the rates that they tried.
-
-    Rows of one seed, with other rates of ours, are left out.
-    """
+    """Optimizers of the race on text, the lowest loss first, with the rates that they tried."""
     head = ["optimizer", "rate", "steps", "held-out loss", "ms a step", "seeds", "rates, seed 0"]
-    rows = _list_entrants("race-text")
-    return [head, *(row for row in rows if row[5] != "1")]
+    return [head, *_list_entrants("race-text")]
 
 
 def race_text_larger() -> Rows:
-    """Optimizers of the races on text with larger networks, the lowest loss first.
-
-    Other rates of ours, of one seed, are left out.
-    """
+    """Optimizers of the races on text with larger networks, the lowest loss first."""
     head = ["parameters", "optimizer", "rate", "steps", "held-out loss", "ms a step", "seeds"]
     rows = [[*head, "rates, seed 0"]]
     for parameters, name in (("85.7M", "race-text-large"), ("303M", "race-text-largest")):
-        for row in _list_entrants(name):
-            if not row[0].endswith("the rate"):
-                rows.append([parameters, *row])
+        rows += [[parameters, *row] for row in _list_entrants(name)]
     return rows
 
 
 def _list_entrants(name: str) -> Rows:
-    """Return the optimizers of a race on text, the lowest loss first, with their rates."""
+    """Return the optimizers of a race on text, the lowest loss first, with their rates.
+
+    Rows of ours with other rates are left out: the page has them apart.
+    """
     losses, rates = (table["rows"] for table in record(name)["summary"]["tables"])
     tried: dict[str, list[str]] = {}
     for optimizer, rate, loss in rates:
         tried.setdefault(optimizer, []).append(f"{rate}: {float(loss):.3f}")
     rows = []
-    for optimizer, rate, steps, loss, _, _, ms, seeds in sorted(losses, key=lambda row: row[3]):
+    for optimizer, rate, steps, loss, _, _, ms, seeds in losses:
+        if optimizer.endswith("the rate"):
+            continue
         searched = ", ".join(tried.get(optimizer, ["–"]))
         rows.append([optimizer, rate, steps, loss, ms, seeds, searched])
-    return rows
+    place = 3
+    return sorted(rows, key=lambda row: float(row[place]))
 
 
 def race_images() -> Rows:
@@ -156,37 +156,29 @@ class RaceRow:
 
     Attributes:
         label: of the row.
-        record: of the race.
-        title: of its table.
-        rival, ours: titles of entrants.
-        subject: of the claim on how soon ours is at the rival's loss.
+        race: whose record it is of.
+        task: of the race.
+        rival, ours: entrants.
+        rival_pace: the entrant that was timed in the rival's place, if not itself.
     """
 
     label: str
-    record: str
-    title: str
+    race: str
+    task: str
     rival: str
-    ours: str = "K-FAC"
-    subject: str = "K-FAC's rules"
+    ours: str = "kfac"
+    rival_pace: str | None = None
 
 
-_NORMUON = "NorMuon, AdamW at half its rate"
-_SMALL = ("race-text", "Decoder of 6 layers")
+_SMALL = ("race-text", "text")
+_HALF = "normuon-0.9-half"
 RACES = [
-    RaceRow("decoder 10.9M, NorMuon", *_SMALL, _NORMUON),
-    RaceRow(
-        '10.9M, NorMuon, `rule="two-sided"`',
-        *_SMALL,
-        _NORMUON,
-        ours="K-FAC, two-sided",
-        subject="Runs of K-FAC, two-sided",
-    ),
-    RaceRow("10.9M, AdamW", *_SMALL, "AdamW"),
-    RaceRow("85.7M, Muon", "race-text-large", "Decoder of 12 layers", "Muon, momentum 0.9"),
-    RaceRow(
-        "303M, Muon", "race-text-largest", "Decoder of 24 layers", "Muon, AdamW at half its rate"
-    ),
-    RaceRow("303M, 150 steps, NorMuon", "race-text-short", "Decoder of 24 layers", _NORMUON),
+    RaceRow("decoder 10.9M, NorMuon", *_SMALL, _HALF, rival_pace="normuon-0.9"),
+    RaceRow('10.9M, NorMuon, `rule="two-sided"`', *_SMALL, _HALF, "kfac-two-sided", "normuon-0.9"),
+    RaceRow("10.9M, AdamW", *_SMALL, "adamw"),
+    RaceRow("85.7M, Muon", "race-text-large", "text-large", "muon-0.9"),
+    RaceRow("303M, Muon", "race-text-largest", "text-largest", "muon-0.9-half", rival_pace=_HALF),
+    RaceRow("303M, 150 steps, NorMuon", "race-text-short", "text-short", _HALF),
 ]
 
 
@@ -203,18 +195,32 @@ def races() -> Rows:
 
 
 def _compare_with_rival(race: RaceRow) -> list[str]:
-    """Return the rival's rate and loss, K-FAC's loss, and steps and seconds to the rival's loss."""
-    rival = race.rival
-    summary = record(race.record)["summary"]
-    table_rows = next(t["rows"] for t in summary["tables"] if t["title"].startswith(race.title))
-    runs = {row[0]: row for row in table_rows}
-    ours = runs[race.ours]
-    claim = f"{race.title}: {race.subject} reach the final loss of {rival} in"
-    numbers = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
-    steps, _, rival_steps, *_ = numbers.split()
-    rival_seconds = seconds(float(rival_steps) * float(runs[rival][6]) / 1000)
-    losses = [runs[rival][1], runs[rival][3], ours[3]]
-    if steps == "never":
+    """Return the rival's rate and loss, our loss, and steps and seconds to the rival's loss.
+
+    Runs are those of full length, of which the median curve is meant.
+    """
+    theirs = _read_runs(race, race.rival)
+    ours = _read_runs(race, race.ours)
+    level = final(theirs)
+    losses = [f"{theirs[0]['lr']:g}", f"{level:.4f}", f"{final(ours):.4f}"]
+    steps = find_crossing(ours, level, "step")
+    if steps == inf:
         return [*losses, "never", "never"]
-    our_seconds = seconds(float(steps) * float(ours[6]) / 1000)
-    return [*losses, f"{float(steps):.0f}/{rival_steps}", f"{our_seconds}/{rival_seconds}"]
+    rival_steps = theirs[0]["steps"]
+    our_seconds = steps * _read_pace(race, race.ours)
+    rival_seconds = rival_steps * _read_pace(race, race.rival_pace or race.rival)
+    times_of_both = f"{seconds(our_seconds)}/{seconds(rival_seconds)}"
+    return [*losses, f"{steps:.0f}/{rival_steps}", times_of_both]
+
+
+def _read_runs(race: RaceRow, entrant: str) -> list[dict[str, Any]]:
+    """Return an entrant's runs of full length."""
+    runs = record(race.race)["runs"]
+    return [run["record"] for run in runs if run["key"] == [race.task, entrant]]
+
+
+def _read_pace(race: RaceRow, entrant: str) -> float:
+    """Return an entrant's seconds for a step."""
+    runs = record(race.race)["runs"]
+    (pace,) = (r["record"] for r in runs if r["key"] == ["pace", race.task, entrant])
+    return pace["ms"] / 1000
