@@ -16,7 +16,7 @@ from pullback import PullbackError
 
 from . import registry
 from .framework import executor
-from .framework.benchmark import parse_count
+from .framework.benchmark import parse_count, parse_seconds
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help="an experiment, such as race-text")
     parser.add_argument("folder", type=Path, help="of results")
     parser.add_argument("workers", type=parse_count, nargs="?", default=1, help="processes")
-    parser.add_argument("seconds", type=float, nargs="?", default=1e9, help="stop after so long")
+    parser.add_argument(
+        "seconds", type=parse_seconds, nargs="?", default=1e9, help="stop after so long"
+    )
     asked = parser.parse_args(arguments)
     try:
         outcome = executor.run(

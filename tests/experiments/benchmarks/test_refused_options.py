@@ -63,6 +63,8 @@ def test_unknown_names_are_refused(
         ("gauss-newton-inner", ["--minibatches", "0"]),
         ("gauss-newton-inner", ["--inner", "0"]),
         ("gauss-newton-inner", ["--seeds"]),
+        ("gauss-newton-inner", ["--seconds", "nan"]),
+        ("gauss-newton-inner", ["--seconds", "0"]),
     ],
 )
 def test_numbers_out_of_range_are_refused(
@@ -103,4 +105,8 @@ def test_the_module_explains_itself_and_names_experiments(
     assert "an experiment, such as race-text" in capsys.readouterr().out
     assert command.main(["race-texx", str(tmp_path / "results")]) == 1
     assert "There is no experiment 'race-texx'" in capsys.readouterr().err
+    for seconds in ("nan", "-5", "soon"):
+        with pytest.raises(SystemExit):
+            command.main(["race-text", str(tmp_path / "results"), "1", seconds])
+        assert f"{seconds!r} is no number of seconds above 0" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

@@ -49,6 +49,7 @@ from ..framework.benchmark import (
     make_parser,
     parse_count,
     parse_device,
+    parse_seconds,
     refuse_unknown_names,
     write_record,
 )
@@ -399,7 +400,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--methods", nargs="+", default=["kfac", "muon-0.9"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="the first searches")
     parser.add_argument("--workers", type=parse_count, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="then no run begins")
+    parser.add_argument("--seconds", type=parse_seconds, default=1e9, help="then no run begins")
     parser.add_argument("--judge", action="store_true", help="a finished record alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "gauss-newton-inner.json")
     asked = parser.parse_args(arguments)

@@ -97,6 +97,10 @@ def _counts(text: str) -> list[int]:
 
 
 def _seeds(text: str) -> list[int]:
+    """Return whole numbers; raise for a word that is none."""
+    for word in _words(text):
+        if not word.isdecimal():
+            raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 0 on")
     return [int(word) for word in _words(text)]
 
 

@@ -31,8 +31,8 @@ from .timing import describe_machine
 
 __all__ = [
     "RESULTS", "Record", "exit_if_failed", "find_default_device", "make_parser", "parse_count",
-    "parse_device", "parse_rate", "refuse_unknown_names", "use_tensor_cores", "write_record",
-    "write_results",
+    "parse_device", "parse_rate", "parse_seconds", "refuse_unknown_names", "use_tensor_cores",
+    "write_record", "write_results",
 ]  # fmt: skip
 
 
@@ -140,6 +140,17 @@ def parse_rate(text: str) -> float:
     if not 0 <= rate < inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, a number from 0 on")
     return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds, more than 0, that an option of a command line says."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def parse_device(text: str) -> str:

@@ -194,7 +194,9 @@ class StackedOptimizer(Optimizer):
 
     Torch's Muon goes from matrix to matrix, and computes in bfloat16 on every device; here few
     launches take the same steps, in float32 on the CPU.
-    Parameters have two axes or more; an axis beyond the second is folded into the second.
+    Parameters have two axes or more; an axis beyond the second is folded into the second. The
+    state of a stack lies with its first matrix, so that the same parameters have gradients at
+    every step.
     """
 
     @abstractmethod
