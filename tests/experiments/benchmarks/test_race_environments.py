@@ -1,7 +1,6 @@
 """Results of the races' benchmarks name the commit that they are from, and failures are told."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -31,19 +30,21 @@ BENCHMARKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("benchmark", "trainer", "stand_in", "options"), BENCHMARKS)
-def test_results_name_the_commit(
-    benchmark: Any,
-    trainer: tuple[Any, str],
-    stand_in: Callable[..., Any],
-    options: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(*trainer, stand_in)
+@pytest.fixture(params=BENCHMARKS, ids=lambda case: case[0].__name__.rpartition(".")[2])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a benchmark as in `BENCHMARKS`, whose processes are threads here."""
+    benchmark = request.param[0]
     monkeypatch.setattr(
         benchmark, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers)
     )
+    return request.param
+
+
+def test_results_name_the_commit(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark, trainer, stand_in, options = case
+    monkeypatch.setattr(*trainer, stand_in)
     out = tmp_path / "record.json"
     benchmark.main([*options, "--out", str(out)])
     record = json.loads(out.read_text("utf-8"))
@@ -53,12 +54,8 @@ def test_results_name_the_commit(
     assert all(result["environment"] == 0 for result in record["results"].values())
 
 
-@pytest.mark.parametrize(("benchmark", "trainer", "stand_in", "options"), BENCHMARKS)
 def test_failed_runs_end_with_a_status(
-    benchmark: Any,
-    trainer: tuple[Any, str],
-    stand_in: Callable[..., Any],
-    options: list[str],
+    case: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -66,10 +63,8 @@ def test_failed_runs_end_with_a_status(
     def fail(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
 
+    benchmark, trainer, _, options = case
     monkeypatch.setattr(*trainer, fail)
-    monkeypatch.setattr(
-        benchmark, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers)
-    )
     with pytest.raises(SystemExit) as ended:
         benchmark.main([*options, "--out", str(tmp_path / "record.json")])
     assert ended.value.code == 1

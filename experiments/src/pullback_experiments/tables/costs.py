@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ..races.checks import final, find_crossing
+from ..races.checks import final, find_crossing, title
 from .numbers import Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
@@ -106,6 +106,10 @@ def _list_spectral_costs(model: str) -> list[str]:
     return [times(ours["ratio"]), times(memory)]
 
 
+#: rows of `KFAC(model)` that show whether the default rate carries
+_OTHER_RATES = {title("kfac-rate-0.5"), title("kfac-rate-2")}
+
+
 def race_text() -> Rows:
     """Optimizers of the race on text, the lowest loss first, with the rates that they tried."""
     head = ["optimizer", "rate", "steps", "held-out loss", "ms a step", "seeds", "rates, seed 0"]
@@ -131,13 +135,18 @@ def _list_entrants(name: str) -> Rows:
     for optimizer, rate, loss in rates:
         tried.setdefault(optimizer, []).append(f"{rate}: {float(loss):.3f}")
     rows = []
-    for optimizer, rate, steps, loss, _, _, ms, seeds in losses:
-        if optimizer.endswith("the rate"):
+    for optimizer, rate, steps, loss, _, _, ms, seeds in sorted(losses, key=_read_loss):
+        if optimizer in _OTHER_RATES:
             continue
         searched = ", ".join(tried.get(optimizer, ["–"]))
         rows.append([optimizer, rate, steps, loss, ms, seeds, searched])
-    place = 3
-    return sorted(rows, key=lambda row: float(row[place]))
+    return rows
+
+
+def _read_loss(row: list[str]) -> float:
+    """Return the held-out loss in a row of a race's table."""
+    _, _, _, loss, *_ = row
+    return float(loss)
 
 
 def race_images() -> Rows:
