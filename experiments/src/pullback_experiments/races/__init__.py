@@ -47,6 +47,7 @@ TEXT = {
     "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(8e-3, pace_of="normuon-0.9"),
+    "normuon-0.9-muon-length": Entrant(8e-3, pace_of="normuon-0.9"),
     "normuon": Entrant(8e-3, seeds=_FOUR, pace_of="normuon-0.9"),
     "muon-0.9": Entrant(8e-3),
     "muon": Entrant(8e-3, pace_of="muon-0.9"),
@@ -59,6 +60,7 @@ LARGE = {
     "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(4e-3, seeds=_ONE, pace_of="normuon-0.9"),
+    "normuon-0.9-muon-length": Entrant(8e-3, pace_of="normuon-0.9"),
     "muon-0.9": Entrant(4e-3),
     "soap": Entrant(2e-3, seeds=_ONE),
     "adamw": Entrant(1e-3),
@@ -68,6 +70,7 @@ LARGEST = {
     "kfac": _OURS,
     "kfac-two-sided": Entrant(_DEFAULT_RATE, fixed=True),
     "normuon-0.9-half": Entrant(2e-3),
+    "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
     "muon-0.9-half": Entrant(2e-3, pace_of="normuon-0.9-half"),
     **_OTHER_RATES,
 }
@@ -75,6 +78,7 @@ SHORT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
     "normuon-0.9-half": Entrant(4e-3),
+    "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
     **_OTHER_RATES,
 }
 

@@ -126,8 +126,11 @@ class SpectralState(RuleState):
     root: Tensor = field(metadata=SYMMETRIC)
     #: (B, O, n)
     momentum: Tensor
-    #: running mean of the squares of each row's entries, (B, O, 1); zeros without agreement
+    #: running mean of the squares of each row's entries, from zero on, (B, O, 1); zeros without
+    #: agreement
     square: Tensor
+    #: gradients in that mean, (B, 1, 1)
+    count: Tensor
     #: by how much steps of each row are longer than usual, (B, O, 1)
     growth: Tensor
     split: tuple[int, ...] = ()
@@ -238,6 +241,7 @@ class Spectral(Rule):
             root=root,
             momentum=shape.zeros(*shape.size),
             square=shape.zeros(blocks, rows, 1),
+            count=shape.zeros(blocks, 1, 1),
             growth=shape.zeros(blocks, rows, 1) + growth,
             split=shape.split,
             filters=filters,
@@ -304,23 +308,40 @@ class Spectral(Rule):
         whitened = nesterov
         if self.whitening:
             whitened = self.whiten(nesterov, squares, state)
+        mean_squares = state.square
         if self.agreement and filters is None:
-            step.average(state.square, _compute_mean_squares(gradient), 1 - self.adapt)
+            mean_squares = self._average_squares(_compute_mean_squares(gradient), state, step)
         matrices = zip(
             separate(whitened, state.split),
             separate(squares, state.split),
-            separate(state.square, state.split),
+            separate(mean_squares, state.split),
             separate(state.growth, state.split),
             strict=True,
         )
         directions = []
-        for matrix, squares_of_rows, mean_squares, growth in matrices:
+        for matrix, squares_of_rows, mean_squares_of_rows, growth in matrices:
+            polar_factor = polar(matrix)
+            lengths = torch.linalg.vector_norm(
+                polar_factor, dim=2, keepdim=True, dtype=gradient.dtype
+            )
             if filters is not None:
                 size = filters.size
             else:
-                size = growth * self.find_step_size(squares_of_rows, mean_squares)
-            directions.append(_make_even_direction(matrix, size, gradient.dtype))
+                size = growth * self.find_step_size(squares_of_rows, mean_squares_of_rows)
+                if self.agreement:
+                    size = size * _compute_fullness(lengths, matrix.shape)
+            directions.append(_make_even(polar_factor, lengths, size))
         return join(directions, gradient.shape)
+
+    def _average_squares(self, squares: Tensor, state: SpectralState, step: StepContext) -> Tensor:
+        """Take up the mean squares of a gradient's rows, and return their running means.
+
+        These begin at zero in the state, which is corrected as in Adam.
+        """
+        step.average(state.square, squares, 1 - self.adapt)
+        step.add_one(state.count)
+        weight = 1 - self.adapt**state.count
+        return state.square / weight.clamp(min=torch.finfo(weight.dtype).tiny)
 
     def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
         """Return the root mean square of a step's entries over the learning rate, (B, 1, 1).
@@ -457,9 +478,18 @@ def _is_unusual(shape: BlockShape, size: float) -> bool:
     return max(usual_sizes) < size < inf
 
 
-def _make_even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return polar(X) with rows of one length, and entries of this root mean square."""
-    polar_factor = polar(whitened)
-    lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
-    scale = size * sqrt(whitened.shape[2]) / lengths.clamp(min=_THRESHOLDS.least_length)
+def _compute_fullness(lengths: Tensor, size: Sequence[int]) -> Tensor:
+    """Return ‖U‖/√min(O, n) for polar factors U with rows of these lengths, (B, 1, 1).
+
+    It is 1, by and large, but where momentum has few directions: early in training, or after
+    batches of few samples.
+    """
+    _, rows, columns = size
+    return (lengths.square().sum(1, keepdim=True) / min(rows, columns)).sqrt()
+
+
+def _make_even(polar_factor: Tensor, lengths: Tensor, size: Tensor | float) -> Tensor:
+    """Return U with rows of one length, and entries of this root mean square."""
+    columns = polar_factor.shape[2]
+    scale = size * sqrt(columns) / lengths.clamp(min=_THRESHOLDS.least_length)
     return polar_factor * scale
