@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from math import inf, sqrt
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,23 +104,35 @@ class WhitenedHead(Spectral):
 # --- lengths of steps -----------------------------------------------------------------------------
 
 
-class CorrectedSpectral(Spectral):
-    """`Spectral` with mean squares corrected for their start at zero, as Adam's are."""
+class UncorrectedSpectral(Spectral):
+    """`Spectral` with mean squares that are not corrected for their start at zero."""
 
-    name: ClassVar = "corrected-spectral"
+    name: ClassVar = "uncorrected-spectral"
 
-    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
-        self._correction = sqrt(1 - self.adapt**step.count)
-        return super().direction(gradient, state, step)
-
-    def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
-        return super().find_step_size(squares, mean_squares) * self._correction
+    def average_squares(self, squares: Tensor, state: SpectralState, step: StepContext) -> Tensor:
+        super().average_squares(squares, state, step)
+        return state.square
 
 
-class CorrectedTwoSided(CorrectedSpectral, TwoSided):
-    """`TwoSided` with the same correction."""
+class UncorrectedTwoSided(UncorrectedSpectral, TwoSided):
+    """`TwoSided` without the correction."""
 
-    name: ClassVar = "corrected-two-sided"
+    name: ClassVar = "uncorrected-two-sided"
+
+
+class FullLengthSpectral(Spectral):
+    """`Spectral` with steps of full length, also where momentum has few directions."""
+
+    name: ClassVar = "full-length-spectral"
+
+    def find_fullness(self, lengths: Tensor, size: Sequence[int]) -> Tensor | float:
+        return 1.0
+
+
+class FullLengthTwoSided(FullLengthSpectral, TwoSided):
+    """`TwoSided` with steps of full length."""
+
+    name: ClassVar = "full-length-two-sided"
 
 
 # --- hooks around a step --------------------------------------------------------------------------
@@ -193,19 +205,6 @@ def _kfac(make_rule: Callable[[], Rule] = Spectral, **options: Any) -> optimizer
     return build
 
 
-def _refresh_densely_at_first(
-    make_rule: Callable[[], Rule], dense_steps: int, **options: Any
-) -> optimizers.Build:
-    """Return a row that refreshes at so many steps from the first on, then after growing gaps."""
-
-    def make_dense_rule() -> Rule:
-        rule = make_rule()
-        rule.warmup = dense_steps
-        return rule
-
-    return _kfac(make_dense_rule, **options)
-
-
 def _remember_squares_of_gains(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
     matrices, gains = optimizers.make_decay_groups(model)
     gains["betas"] = (0.9, 0.99)
@@ -241,22 +240,24 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
     "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
     "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
-    "the two-sided rule, squares corrected for their start": _kfac(CorrectedTwoSided),
+    "the two-sided rule, squares not corrected": _kfac(UncorrectedTwoSided),
+    "the two-sided rule, steps of full length": _kfac(FullLengthTwoSided),
     "the two-sided rule, statistics of one batch": _kfac(
         partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
     ),
-    "the two-sided rule, refresh denser at first": _refresh_densely_at_first(TwoSided, 20),
-    "the two-sided rule, roots every 40 steps, denser at first": _refresh_densely_at_first(
-        TwoSided, 5, invert_every=40
+    "the two-sided rule, refresh denser at first": _kfac(partial(TwoSided, warmup=20)),
+    "the two-sided rule, roots every 40 steps, denser at first": _kfac(
+        partial(TwoSided, warmup=5), invert_every=40
     ),
-    "squares corrected for their start": _kfac(CorrectedSpectral),
+    "squares not corrected": _kfac(UncorrectedSpectral),
+    "steps of full length": _kfac(FullLengthSpectral),
     "statistics of one batch": _kfac(
         partial(Spectral, estimation=Estimation(ema=0.0)), invert_every=10
     ),
     "momentum 0.85": _kfac(partial(Spectral, momentum=0.85)),
     "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
     "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
-    "refresh denser at first": _refresh_densely_at_first(Spectral, 20),
+    "refresh denser at first": _kfac(partial(Spectral, warmup=20)),
     "damping 0.05": _kfac(partial(Spectral, damping=0.05)),
     "damping 0.02": _kfac(partial(Spectral, damping=0.02)),
     "input factor on the head": _kfac(WhitenedHead),

@@ -30,11 +30,11 @@ __all__ = ["EXPERIMENTS", "Race"]
 #: the default rate of KFAC
 _DEFAULT_RATE = 6e-3
 _ONE = (0,)
-_TWO = (0, 1)
-_FOUR = (0, 1, 2, 3)
+_THREE = (0, 1, 2)
 
-_OURS = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.8,))
+_OURS = Entrant(_DEFAULT_RATE, fixed=True)
 _TWO_SIDED = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,))
+_TWO_SIDED_OFTEN = Entrant(_DEFAULT_RATE, fixed=True, seeds=_THREE, shares=(0.85,))
 #: whether the default rate carries from one size to another
 _OTHER_RATES = {
     "kfac-rate-0.5": Entrant(_DEFAULT_RATE / 2, fixed=True, seeds=_ONE, pace_of="kfac"),
@@ -44,15 +44,15 @@ _OTHER_RATES = {
 TEXT = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
+    "kfac-two-sided-often": _TWO_SIDED_OFTEN,
     "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(8e-3, pace_of="normuon-0.9"),
     "normuon-0.9-muon-length": Entrant(8e-3, pace_of="normuon-0.9"),
-    "normuon": Entrant(8e-3, seeds=_FOUR, pace_of="normuon-0.9"),
+    "normuon": Entrant(8e-3, pace_of="normuon-0.9"),
     "muon-0.9": Entrant(8e-3),
     "muon": Entrant(8e-3, pace_of="muon-0.9"),
     "adamw": Entrant(1e-3),
-    "kfac-adapt-0.99": Entrant(_DEFAULT_RATE, fixed=True, seeds=_TWO, pace_of="kfac"),
     **_OTHER_RATES,
 }
 LARGE = {
@@ -76,7 +76,7 @@ LARGEST = {
 }
 SHORT = {
     "kfac": _OURS,
-    "kfac-two-sided": _TWO_SIDED,
+    "kfac-two-sided": Entrant(_DEFAULT_RATE, fixed=True),
     "normuon-0.9-half": Entrant(4e-3),
     "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
     **_OTHER_RATES,
@@ -111,7 +111,7 @@ EXPERIMENTS = (
         quick_entrants={name: TEXT[name] for name in ("kfac", "normuon-0.9", "adamw")},
         pace_steps=120,
         seeds=(0, 1, 2, 3, 4),
-        shorter_seeds=_FOUR,
+        shorter_seeds=None,
         leads=(
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0, by="kfac-two-sided"),
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),

@@ -171,9 +171,9 @@ _NAMES = {
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
     "kfac-two-sided": "K-FAC, two-sided",
+    "kfac-two-sided-often": "K-FAC, two-sided, refreshed more often",
     "kfac-rate-0.5": "K-FAC, half the rate",
     "kfac-rate-2": "K-FAC, twice the rate",
-    "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
 }
 
 

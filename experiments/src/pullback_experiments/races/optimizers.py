@@ -179,9 +179,11 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
     "kfac-two-sided": two_sided,
+    "kfac-two-sided-often": _preset(
+        two_sided, rule_warmup=20, statistics_every=5, invert_every=10
+    ),
     "kfac-rate-0.5": default,
     "kfac-rate-2": default,
-    "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
 }
 
 

@@ -171,6 +171,8 @@ class Spectral(Rule):
         head: whether the output layer follows too.
         filters: steps of convolutions whose outputs are normalized at the first step; with None,
             for batch norms that are frozen later, they have the steps of other convolutions.
+        warmup: w, the first steps that all take statistics and refresh. After them the gaps between
+            statistics grow as steps/w. A w of 10 is worth 35 more refreshes.
         cuda_graph: whether directions are replayed from a CUDA graph, of weights of one shape that
             have at most 4M entries together; by default they are, but not those of a subclass. On a
             CPU there is no graph, and directions are the same.
@@ -198,13 +200,15 @@ class Spectral(Rule):
         agreement: bool = True,
         head: bool = False,
         filters: Filters | None = FILTERS,
+        warmup: int = 0,
         cuda_graph: bool | None = None,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
         check(
             momentum=momentum, adapt=adapt, damping=damping, whitening=whitening,
-            agreement=agreement, head=head, cuda_graph=cuda_graph, estimation=estimation,
+            agreement=agreement, head=head, warmup=warmup, cuda_graph=cuda_graph,
+            estimation=estimation,
         )  # fmt: skip
         _check_filters(filters)
         self.momentum = momentum
@@ -214,6 +218,7 @@ class Spectral(Rule):
         self.agreement = agreement
         self.takes_head = head
         self.filters = filters
+        self.warmup = warmup
         if cuda_graph is None:
             cuda_graph = "has_fixed_operations" in vars(type(self))
         self.cuda_graph = cuda_graph
@@ -310,7 +315,7 @@ class Spectral(Rule):
             whitened = self.whiten(nesterov, squares, state)
         mean_squares = state.square
         if self.agreement and filters is None:
-            mean_squares = self._average_squares(_compute_mean_squares(gradient), state, step)
+            mean_squares = self.average_squares(_compute_mean_squares(gradient), state, step)
         matrices = zip(
             separate(whitened, state.split),
             separate(squares, state.split),
@@ -329,11 +334,11 @@ class Spectral(Rule):
             else:
                 size = growth * self.find_step_size(squares_of_rows, mean_squares_of_rows)
                 if self.agreement:
-                    size = size * _compute_fullness(lengths, matrix.shape)
+                    size = size * self.find_fullness(lengths, matrix.shape)
             directions.append(_make_even(polar_factor, lengths, size))
         return join(directions, gradient.shape)
 
-    def _average_squares(self, squares: Tensor, state: SpectralState, step: StepContext) -> Tensor:
+    def average_squares(self, squares: Tensor, state: SpectralState, step: StepContext) -> Tensor:
         """Take up the mean squares of a gradient's rows, and return their running means.
 
         These begin at zero in the state, which is corrected as in Adam.
@@ -355,6 +360,15 @@ class Spectral(Rule):
         noise = mean_squares.mean(1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny)
         agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
         return _THRESHOLDS.step_size * agreement
+
+    def find_fullness(self, lengths: Tensor, size: Sequence[int]) -> Tensor | float:
+        """Return ‖U‖/√min(O, n) for polar factors U with rows of these lengths, (B, 1, 1).
+
+        It is 1, by and large, but where momentum has few directions: early in training, or after
+        batches of few samples.
+        """
+        _, rows, columns = size
+        return (lengths.square().sum(1, keepdim=True) / min(rows, columns)).sqrt()
 
     def default_arguments(self) -> Defaults:
         if self.whitening:
@@ -476,16 +490,6 @@ def _is_unusual(shape: BlockShape, size: float) -> bool:
     if shape.role is not Role.HEAD:
         usual_sizes.append(_THRESHOLDS.unusual_size_by_outputs * sqrt(2 / rows))
     return max(usual_sizes) < size < inf
-
-
-def _compute_fullness(lengths: Tensor, size: Sequence[int]) -> Tensor:
-    """Return ‖U‖/√min(O, n) for polar factors U with rows of these lengths, (B, 1, 1).
-
-    It is 1, by and large, but where momentum has few directions: early in training, or after
-    batches of few samples.
-    """
-    _, rows, columns = size
-    return (lengths.square().sum(1, keepdim=True) / min(rows, columns)).sqrt()
 
 
 def _make_even(polar_factor: Tensor, lengths: Tensor, size: Tensor | float) -> Tensor:

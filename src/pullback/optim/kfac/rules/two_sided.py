@@ -55,7 +55,7 @@ class TwoSided(Spectral):
     arXiv:1802.09568) has the powers -¼ of GGᵀ and GᵀG, which for one gradient G is polar(G).
 
     Args:
-        momentum, adapt, damping, agreement, head, filters, cuda_graph: as in `Spectral`; λ is of
+        momentum, adapt, damping, agreement, head, filters, warmup, cuda_graph: as in `Spectral`; λ is of
             both sides.
         likelihood: of the outputs; it matters where samples are counted or drawn.
         estimation: how R and C are estimated; with the loss's own cotangents unless it says more.
@@ -77,6 +77,7 @@ class TwoSided(Spectral):
         agreement: bool = True,
         head: bool = False,
         filters: Filters | None = FILTERS,
+        warmup: int = 0,
         cuda_graph: bool | None = None,
         likelihood: Any = None,
         estimation: Estimation | None = None,
@@ -92,7 +93,7 @@ class TwoSided(Spectral):
         )
         super().__init__(
             momentum, adapt, damping=damping, agreement=agreement, head=head,
-            filters=filters, cuda_graph=cuda_graph, others=others,
+            filters=filters, warmup=warmup, cuda_graph=cuda_graph, others=others,
             estimation=estimation.with_metric(likelihood, None),
         )  # fmt: skip
 
