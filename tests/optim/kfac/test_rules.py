@@ -211,6 +211,7 @@ class Whitened:
         self.output_side: Any = 0.0
         self.momentum: Any = 0.0
         self.square: Any = 0.0
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, lr: float, damping: float) -> None:
@@ -230,11 +231,17 @@ class Whitened:
             whitened = root(self.output_side, damping) @ whitened
         u = polar(whitened)
         self.square = rule.adapt * self.square + (1 - rule.adapt) * weight.grad.square().mean()
+        fullness = (u.square().sum() / min(u.shape)).sqrt()
         u = u / u.square().mean(1, keepdim=True).sqrt()
+        self.steps += 1
         size = 0.2
         if rule.agreement:
             growth = 3  # for at most 42 inputs
-            size = 0.75 * growth * (ahead.square().mean() / self.square).sqrt()
+            square = self.square
+            if rule.gentle_start:
+                square = square / (1 - rule.adapt**self.steps)
+                growth *= fullness
+            size = 0.75 * growth * (ahead.square().mean() / square).sqrt()
         u = size * u
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
 
@@ -247,7 +254,10 @@ class Whitened:
         (Spectral, 0.05, {"whitening": False}),
         (Spectral, 0.05, {"agreement": False}),
         (Spectral, 0.05, {"whitening": False, "agreement": False}),
+        (Spectral, 0.05, {"gentle_start": True}),
+        (Spectral, 0.05, {"gentle_start": True, "agreement": False}),
         (TwoSided, 0.05, {}),
+        (TwoSided, 0.05, {"gentle_start": True}),
         (TwoSided, 1e-4, {"agreement": False}),
     ],
 )
@@ -320,6 +330,118 @@ def test_matrices_of_few_inputs_take_longer_steps(layer: nn.Module, growth: floa
     agreement = 0.05**-0.5  # of the first gradient with a mean of squares that begins at zero
     size = (weight - before).square().mean().sqrt()
     assert_close(size, torch.tensor(0.75 * growth * agreement), 1e-6)
+
+
+def test_gentle_steps_are_shorter_where_momentum_has_few_directions() -> None:
+    """One sample has a gradient of one direction out of four, nine samples have all four."""
+    sizes = {}
+    for samples in (1, 9):
+        model = mlp(6, 4, 2)
+        inputs = torch.randn(samples, 6)
+        weight: Any = model[0].weight
+        before = weight.detach().clone()
+        opt = pb.KFAC(model, 1.0, rule=Spectral(momentum=0.0, gentle_start=True))
+        (model(inputs) * torch.randn(samples, 2)).sum().backward()
+        opt.step()
+        sizes[samples] = (weight - before).square().mean().sqrt()
+    # for six inputs three times as long; one gradient agrees with itself
+    assert_close(sizes[9], torch.tensor(0.75 * 3.0), 1e-6)
+    assert_close(sizes[1], sizes[9] / 2, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [Spectral, TwoSided])
+def test_gentle_steps_of_noise_do_not_begin_longer(kind: type[Spectral]) -> None:
+    """Their entries are 0.2 once momentum is full; without a gentle start the first are longer."""
+    largest = {}
+    for gentle_start in (False, True):
+        sizes = list_sizes_of_noise(kind(momentum=0.9, gentle_start=gentle_start))
+        late = sum(sizes[40:]) / len(sizes[40:])
+        assert 0.18 < late < 0.22
+        largest[gentle_start] = max(sizes) / late
+    assert largest[True] < 1.2
+    assert largest[False] > 2
+
+
+def list_sizes_of_noise(rule: Spectral) -> list[float]:
+    """Return the sizes of the steps of a weight whose gradients are noise."""
+    model = nn.Sequential(nn.Linear(400, 40), nn.Tanh(), nn.Linear(40, 3))
+    weight: Any = model[0].weight
+    opt = pb.KFAC(model, 1.0, rule=rule, statistics_every=60, invert_every=60)
+    x = torch.randn(64, 400)
+    sizes = []
+    for _ in range(60):
+        before = weight.detach().clone()
+        model(x).sum().backward()
+        weight.grad = torch.randn(40, 400)
+        opt.step()
+        opt.zero_grad()
+        sizes.append((weight - before).square().mean().sqrt().item())
+        weight.data.copy_(before)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("layer", "starts_gently"),
+    [
+        (nn.Linear(1024, 1030), True),
+        (nn.Linear(1024, 1000), False),
+        (nn.Linear(1000, 1024), False),
+    ],
+    ids=str,
+)
+def test_matrices_wide_on_both_sides_start_gently(layer: nn.Linear, starts_gently: bool) -> None:
+    """The first step of one gradient: 0.75 √(1/1,024) of full length, or as if it agreed fully."""
+    model = nn.Sequential(layer.float(), nn.Tanh(), nn.Linear(layer.out_features, 1).float())
+    rule = Spectral(momentum=0.0, damping=0.2)
+    opt = pb.KFAC(model, 1.0, rule=rule)
+    before = layer.weight.detach().clone()
+    model(torch.randn(1, layer.in_features, dtype=torch.float32)).sum().backward()
+    opt.step()
+    size = (layer.weight - before).square().mean().sqrt().item()
+    if starts_gently:
+        assert size == pytest.approx(0.75 / 32, rel=0.02)
+    else:
+        assert size == pytest.approx(0.75 * 0.05**-0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", [Spectral, TwoSided])
+@pytest.mark.parametrize(
+    ("split", "starts_gently"), [((), True), ((1024, 1024), True), ((1024, 1000, 24), False)]
+)
+def test_fused_matrices_start_as_they_would_alone(
+    kind: type[Spectral], split: tuple[int, ...], starts_gently: bool
+) -> None:
+    shape = BlockShape(
+        BlockKind.KRONECKER, (1, 2048, 1100), dense_rows=False, dense_columns=False,
+        dtype=torch.float32, device=torch.device("cpu"), split=split,
+    )  # fmt: skip
+    assert kind().init(shape).starts_gently is starts_gently
+    assert kind(gentle_start=not starts_gently).init(shape).starts_gently is not starts_gently
+
+
+@pytest.mark.parametrize("kind", [Spectral, TwoSided])
+@pytest.mark.parametrize(("warmup", "refreshes"), [(0, 1), (3, 6)])
+def test_a_warmup_refreshes_at_its_first_steps(
+    kind: type[Spectral], warmup: int, refreshes: int
+) -> None:
+    """After three steps the gap is one step until the sixth, and two from there on."""
+    model = mlp(4, 6, 3)
+    rule = kind(warmup=warmup)
+    opt = pb.KFAC(model, rule=rule)
+    roots = []
+    for _ in range(6):
+        opt.zero_grad()
+        mse(model(torch.randn(9, 4)), torch.randn(9, 3)).backward()
+        opt.step()
+        roots.append(root_of(opt))
+    changes = sum(not torch.equal(*pair) for pair in pairwise(roots))
+    assert changes + 1 == refreshes
+
+
+def root_of(opt: pb.KFAC) -> Tensor:
+    """Return the inverse root of the first weight's input factor."""
+    (state,) = [s["state"] for s in opt.state_dict()["state"].values() if "root" in s["state"]]
+    return state["root"].clone()
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class WhitenedHead(Spectral):
 
 
 class UncorrectedSpectral(Spectral):
-    """`Spectral` with mean squares that are not corrected for their start at zero."""
+    """A gentle start but for the correction of mean squares, which begin at zero."""
 
     name: ClassVar = "uncorrected-spectral"
 
@@ -121,7 +121,7 @@ class UncorrectedTwoSided(UncorrectedSpectral, TwoSided):
 
 
 class FullLengthSpectral(Spectral):
-    """`Spectral` with steps of full length, also where momentum has few directions."""
+    """A gentle start but for the length of steps where momentum has few directions."""
 
     name: ClassVar = "full-length-spectral"
 
@@ -240,8 +240,13 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
     "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
     "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
-    "the two-sided rule, squares not corrected": _kfac(UncorrectedTwoSided),
-    "the two-sided rule, steps of full length": _kfac(FullLengthTwoSided),
+    "the two-sided rule, gentle start": _kfac(partial(TwoSided, gentle_start=True)),
+    "the two-sided rule, gentle start, squares not corrected": _kfac(
+        partial(UncorrectedTwoSided, gentle_start=True)
+    ),
+    "the two-sided rule, gentle start, steps of full length": _kfac(
+        partial(FullLengthTwoSided, gentle_start=True)
+    ),
     "the two-sided rule, statistics of one batch": _kfac(
         partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
     ),
@@ -249,8 +254,9 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, roots every 40 steps, denser at first": _kfac(
         partial(TwoSided, warmup=5), invert_every=40
     ),
-    "squares not corrected": _kfac(UncorrectedSpectral),
-    "steps of full length": _kfac(FullLengthSpectral),
+    "gentle start": _kfac(partial(Spectral, gentle_start=True)),
+    "gentle start, squares not corrected": _kfac(partial(UncorrectedSpectral, gentle_start=True)),
+    "gentle start, steps of full length": _kfac(partial(FullLengthSpectral, gentle_start=True)),
     "statistics of one batch": _kfac(
         partial(Spectral, estimation=Estimation(ema=0.0)), invert_every=10
     ),

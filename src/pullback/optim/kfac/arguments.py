@@ -90,7 +90,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("warmup", _is_nonnegative_integer, "Use a whole number ≥ 0"),
     ("seed", _is_integer, "Use a whole number"),
     ("batch_dim", _is_nonnegative_integer, "Use 0, or 1 for sequences first"),
-    ("joint ekfac whitening agreement head cuda_graph", _is_bool, "Use True or False"),
+    ("joint ekfac whitening agreement head gentle_start cuda_graph", _is_bool, "Use True or False"),
     ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
@@ -103,7 +103,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
 #: arguments that may be None
 _OPTIONAL = (
     "kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction", "fisher", "joint",
-    "cuda_graph", "estimation",
+    "cuda_graph", "estimation", "gentle_start",
 )  # fmt: skip
 _TESTS = {
     name: (is_usable, remedy) for names, is_usable, remedy in _TABLE for name in names.split()

@@ -55,8 +55,8 @@ class TwoSided(Spectral):
     arXiv:1802.09568) has the powers -¼ of GGᵀ and GᵀG, which for one gradient G is polar(G).
 
     Args:
-        momentum, adapt, damping, agreement, head, filters, warmup, cuda_graph: as in `Spectral`; λ is of
-            both sides.
+        momentum, adapt, damping, agreement, head, filters, gentle_start, warmup, cuda_graph: as in
+            `Spectral`; λ is of both sides.
         likelihood: of the outputs; it matters where samples are counted or drawn.
         estimation: how R and C are estimated; with the loss's own cotangents unless it says more.
         others: the rule for all other parameters.
@@ -77,6 +77,7 @@ class TwoSided(Spectral):
         agreement: bool = True,
         head: bool = False,
         filters: Filters | None = FILTERS,
+        gentle_start: bool | None = None,
         warmup: int = 0,
         cuda_graph: bool | None = None,
         likelihood: Any = None,
@@ -93,8 +94,8 @@ class TwoSided(Spectral):
         )
         super().__init__(
             momentum, adapt, damping=damping, agreement=agreement, head=head,
-            filters=filters, warmup=warmup, cuda_graph=cuda_graph, others=others,
-            estimation=estimation.with_metric(likelihood, None),
+            filters=filters, gentle_start=gentle_start, warmup=warmup, cuda_graph=cuda_graph,
+            others=others, estimation=estimation.with_metric(likelihood, None),
         )  # fmt: skip
 
     def init(self, shape: BlockShape) -> TwoSidedState:
