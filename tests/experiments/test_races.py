@@ -207,7 +207,9 @@ def test_claims_are_about_entrants_whose_runs_can_meet_them(race: Race) -> None:
     assert {*race.entrants, *race.quick_entrants} <= set(OPTIMIZERS)
     assert {lead.rival for lead in race.leads} <= set(race.entrants)
     assert all(entrant.fixed for entrant in race.entrants.values() if entrant.shares)
-    shares = chain.from_iterable(entrant.shares for entrant in race.entrants.values())
+    shares = [1.0, *chain.from_iterable(entrant.shares for entrant in race.entrants.values())]
+    if len(shares) == 1:
+        return  # runs of full length are there on the way
     assert min(shares) <= max(lead.steps for lead in race.leads if lead.steps)
 
 

@@ -171,7 +171,12 @@ _NAMES = {
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
     "kfac-two-sided": "K-FAC, two-sided",
-    "kfac-two-sided-often": "K-FAC, two-sided, refreshed more often",
+    "kfac-two-sided-often-gentle-start": "K-FAC, two-sided, gentle start, more refreshes",
+    "kfac-gentle-start": "K-FAC, gentle start",
+    "kfac-two-sided-gentle-start": "K-FAC, two-sided, gentle start",
+    "kfac-plain-start": "K-FAC, no gentle start",
+    "kfac-two-sided-plain-start": "K-FAC, two-sided, no gentle start",
+    "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
     "kfac-rate-0.5": "K-FAC, half the rate",
     "kfac-rate-2": "K-FAC, twice the rate",
 }

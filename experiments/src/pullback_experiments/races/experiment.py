@@ -41,6 +41,7 @@ class Entrant:
         seeds: it runs with these alone, where not with all of the race.
         shares: of the steps, for which it runs too if it is fixed, each with its own schedule.
         pace_of: the entrant whose steps cost as much, which is timed in its place.
+        is_drawn: whether the figure shows it.
     """
 
     rate: float
@@ -49,6 +50,7 @@ class Entrant:
     seeds: Sequence[int] | None = None
     shares: Sequence[float] = ()
     pace_of: str | None = None
+    is_drawn: bool = True
 
     def describe(self) -> Record:
         """Return everything its runs depend on."""
@@ -253,11 +255,15 @@ class Race(Experiment):
         return records
 
     def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
-        """Return the records without entrants that have only one or two seeds."""
-        entrants = self._entrants(results.quick)
-        too_few = [n for n, e in entrants.items() if e.seeds is not None and len(e.seeds) < 3]
+        """Return the records without entrants that are not drawn or have one or two seeds."""
+        left_out = set()
+        for name, entrant in self._entrants(results.quick).items():
+            if not entrant.is_drawn or (entrant.seeds is not None and len(entrant.seeds) < 3):
+                left_out.add(name)
         records = self._group_records(results, task)
-        return {name: runs for name, runs in records.items() if name not in too_few}
+        return {
+            name: runs for name, runs in records.items() if name.partition(", ")[0] not in left_out
+        }
 
     def _retime(self, record: Record, task: str, results: Results) -> Record:
         """Return a run with the seconds that it would have taken alone, where they are known."""

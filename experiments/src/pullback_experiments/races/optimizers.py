@@ -179,9 +179,14 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
     "kfac-two-sided": two_sided,
-    "kfac-two-sided-often": _preset(
-        two_sided, rule_warmup=20, statistics_every=5, invert_every=10
+    "kfac-two-sided-often-gentle-start": _preset(
+        two_sided, rule_gentle_start=True, rule_warmup=20, statistics_every=5, invert_every=10
     ),
+    "kfac-gentle-start": _preset(spectral, rule_gentle_start=True),
+    "kfac-two-sided-gentle-start": _preset(two_sided, rule_gentle_start=True),
+    "kfac-plain-start": _preset(spectral, rule_gentle_start=False),
+    "kfac-two-sided-plain-start": _preset(two_sided, rule_gentle_start=False),
+    "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
     "kfac-rate-0.5": default,
     "kfac-rate-2": default,
 }
