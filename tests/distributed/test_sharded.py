@@ -134,7 +134,7 @@ def test_options(world: World, name: str) -> None:
 @pytest.mark.parametrize("model_name", quick(["large head", "convolutions"], "convolutions"))
 def test_steps_of_large_weights_and_of_filters(world: World, model_name: str) -> None:
     """Sizes are those of whole weights, and a filter before a norm is one in every process."""
-    options = {"rule": Spectral(head=True), "lr": 6e-3}
+    options = {"rule": Spectral(head=True, gentle_start=True), "lr": 6e-3}
     check_processes(world, model_name, options, steps=FEW)
 
 

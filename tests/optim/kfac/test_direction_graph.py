@@ -20,7 +20,11 @@ from pullback.optim.kfac.direction_graph import DirectionGraph
 
 HAS_CUDA = torch.cuda.is_available()
 #: with a short memory steps along tiny gradients follow their round-off
-RULES = {"spectral": Spectral, "eigenbasis": partial(Eigenbasis, (0.7, 0.99))}
+RULES = {
+    "spectral": Spectral,
+    "gentle": partial(Spectral, gentle_start=True),
+    "eigenbasis": partial(Eigenbasis, (0.7, 0.99)),
+}
 #: a change of the order of additions on a CPU
 ROUND_OFF = 1e-5
 

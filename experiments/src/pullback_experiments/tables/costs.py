@@ -106,8 +106,22 @@ def _list_spectral_costs(model: str) -> list[str]:
     return [times(ours["ratio"]), times(memory)]
 
 
-#: rows of `KFAC(model)` that show whether the default rate carries
-_OTHER_RATES = {title("kfac-rate-0.5"), title("kfac-rate-2")}
+#: rows of ours that the page has apart: whether the default rate carries, and gentle starts of
+#: narrow matrices
+_APART = {
+    title(name)
+    for name in (
+        "kfac-rate-0.5",
+        "kfac-rate-2",
+        "kfac, 0.8",
+        "kfac-adapt-0.99",
+        "kfac-gentle-start",
+        "kfac-two-sided-gentle-start",
+        "kfac-two-sided-gentle-start, 0.85",
+        "kfac-two-sided-often-gentle-start",
+        "kfac-two-sided-often-gentle-start, 0.85",
+    )
+}
 
 
 def race_text() -> Rows:
@@ -128,7 +142,7 @@ def race_text_larger() -> Rows:
 def _list_entrants(name: str) -> Rows:
     """Return the optimizers of a race on text, the lowest loss first, with their rates.
 
-    Rows of ours with other rates are left out: the page has them apart.
+    Some rows of ours are left out: the page has them apart.
     """
     losses, rates = (table["rows"] for table in record(name)["summary"]["tables"])
     tried: dict[str, list[str]] = {}
@@ -136,7 +150,7 @@ def _list_entrants(name: str) -> Rows:
         tried.setdefault(optimizer, []).append(f"{rate}: {float(loss):.3f}")
     rows = []
     for optimizer, rate, steps, loss, _, _, ms, seeds in sorted(losses, key=_read_loss):
-        if optimizer in _OTHER_RATES:
+        if optimizer in _APART:
             continue
         searched = ", ".join(tried.get(optimizer, ["–"]))
         rows.append([optimizer, rate, steps, loss, ms, seeds, searched])
@@ -180,14 +194,18 @@ class RaceRow:
 
 
 _SMALL = ("race-text", "text")
+_LARGE = ("race-text-large", "text-large")
+_LARGEST = ("race-text-largest", "text-largest")
+_SHORT = ("race-text-short", "text-short")
 _HALF = "normuon-0.9-half"
+_AS_LONG = "normuon-0.9-muon-length"
 RACES = [
     RaceRow("decoder 10.9M, NorMuon", *_SMALL, _HALF, rival_pace="normuon-0.9"),
     RaceRow('10.9M, NorMuon, `rule="two-sided"`', *_SMALL, _HALF, "kfac-two-sided", "normuon-0.9"),
     RaceRow("10.9M, AdamW", *_SMALL, "adamw"),
-    RaceRow("85.7M, Muon", "race-text-large", "text-large", "muon-0.9"),
-    RaceRow("303M, Muon", "race-text-largest", "text-largest", "muon-0.9-half", rival_pace=_HALF),
-    RaceRow("303M, 150 steps, NorMuon", "race-text-short", "text-short", _HALF),
+    RaceRow("85.7M, NorMuon", *_LARGE, _AS_LONG, rival_pace="normuon-0.9"),
+    RaceRow("303M, NorMuon", *_LARGEST, _AS_LONG, rival_pace=_HALF),
+    RaceRow("303M, 150 steps, NorMuon", *_SHORT, _AS_LONG, rival_pace=_HALF),
 ]
 
 

@@ -132,15 +132,13 @@ class SpectralState(RuleState):
     #: running mean of the squares of each row's entries, from zero on, (B, O, 1); zeros without
     #: agreement
     square: Tensor
-    #: gradients in that mean, (B, 1, 1)
-    count: Tensor
     #: by how much steps of each row are longer than usual, (B, O, 1)
     growth: Tensor
     split: tuple[int, ...] = ()
     #: of blocks whose steps are those of filters
     filters: Filters | None = None
-    #: whether their first steps are shorter
-    starts_gently: bool = False
+    #: gradients in the mean of squares, (B, 1, 1), of blocks that start gently
+    count: Tensor | None = None
 
 
 class Spectral(Rule):
@@ -251,17 +249,19 @@ class Spectral(Rule):
         if shape.role is Role.CONVOLUTION and shape.is_normalized:
             filters = self.filters
         growth = 1.0
+        count = None
         if self.agreement and filters is None:
             growth = _find_growth(shape)
+            if self._starts_gently(shape):
+                count = shape.zeros(blocks, 1, 1)
         return SpectralState(
             root=root,
             momentum=shape.zeros(*shape.size),
             square=shape.zeros(blocks, rows, 1),
-            count=shape.zeros(blocks, 1, 1),
             growth=shape.zeros(blocks, rows, 1) + growth,
             split=shape.split,
             filters=filters,
-            starts_gently=self._starts_gently(shape),
+            count=count,
         )
 
     def _starts_gently(self, shape: BlockShape) -> bool:
@@ -352,7 +352,7 @@ class Spectral(Rule):
                 size = filters.size
             else:
                 size = growth * self.find_step_size(squares_of_rows, mean_squares_of_rows)
-                if self.agreement and state.starts_gently:
+                if state.count is not None:
                     size = size * self.find_fullness(lengths, matrix.shape)
             directions.append(_make_even(polar_factor, lengths, size))
         return join(directions, gradient.shape)
@@ -363,9 +363,9 @@ class Spectral(Rule):
         These begin at zero, which is corrected as in Adam where the start is gentle.
         """
         step.average(state.square, squares, 1 - self.adapt)
-        step.add_one(state.count)
-        if not state.starts_gently:
+        if state.count is None:
             return state.square
+        step.add_one(state.count)
         weight = 1 - self.adapt**state.count
         return state.square / weight.clamp(min=torch.finfo(weight.dtype).tiny)
 
