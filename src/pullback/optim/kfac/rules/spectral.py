@@ -352,8 +352,8 @@ class Spectral(Rule):
                 size = filters.size
             else:
                 size = growth * self.find_step_size(squares_of_rows, mean_squares_of_rows)
-                if state.count is not None:
-                    size = size * self.find_fullness(lengths, matrix.shape)
+            if state.count is not None:
+                size = size * self.find_fullness(lengths, matrix.shape)
             directions.append(_make_even(polar_factor, lengths, size))
         return join(directions, gradient.shape)
 
