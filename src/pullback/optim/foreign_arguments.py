@@ -72,9 +72,14 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "Write rule=Natural(likelihood, fisher=...) or rule=Natural(metric=...)",
     ),
     (
-        "kl_clip norm_constraint ekfac warmup",
+        "kl_clip norm_constraint ekfac",
         "it belongs to the natural rule",
-        "Write rule=Natural(likelihood, kl_clip=..., ekfac=..., warmup=...)",
+        "Write rule=Natural(likelihood, kl_clip=..., ekfac=...)",
+    ),
+    (
+        "warmup",
+        "it belongs to a rule",
+        "Write rule=Natural(warmup=...) or rule=Spectral(warmup=...)",
     ),
     (
         "head cuda_graph others",
@@ -82,9 +87,10 @@ KFAC_COUNTERPARTS = _list_counterparts(
         "Write rule=Eigenbasis(head=..., cuda_graph=..., others=...), or the same with Spectral",
     ),
     (
-        "adapt whitening agreement filters",
+        "adapt whitening agreement filters gentle_start",
         "it belongs to the spectral rule",
-        "Write rule=Spectral(adapt=..., whitening=..., agreement=..., filters=...)",
+        "Write rule=Spectral(adapt=..., whitening=..., agreement=..., filters=..., "
+        "gentle_start=...)",
     ),
     (
         "draws ema sharing max_factor batch_dim reduction seed joint",

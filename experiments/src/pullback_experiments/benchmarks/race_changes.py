@@ -105,7 +105,7 @@ class WhitenedHead(Spectral):
 
 
 class UncorrectedSpectral(Spectral):
-    """A gentle start but for the correction of mean squares, which begin at zero."""
+    """`Spectral` without the correction of mean squares that gentle starts have."""
 
     name: ClassVar = "uncorrected-spectral"
 
@@ -115,13 +115,13 @@ class UncorrectedSpectral(Spectral):
 
 
 class UncorrectedTwoSided(UncorrectedSpectral, TwoSided):
-    """`TwoSided` without the correction."""
+    """`TwoSided` without that correction."""
 
     name: ClassVar = "uncorrected-two-sided"
 
 
 class FullLengthSpectral(Spectral):
-    """A gentle start but for the length of steps where momentum has few directions."""
+    """`Spectral` with steps of full length also where momentum has few directions."""
 
     name: ClassVar = "full-length-spectral"
 
@@ -130,7 +130,7 @@ class FullLengthSpectral(Spectral):
 
 
 class FullLengthTwoSided(FullLengthSpectral, TwoSided):
-    """`TwoSided` with steps of full length."""
+    """`TwoSided` with steps of full length too."""
 
     name: ClassVar = "full-length-two-sided"
 
@@ -240,6 +240,7 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
     "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
     "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
+    "the two-sided rule, no gentle start": _kfac(partial(TwoSided, gentle_start=False)),
     "the two-sided rule, gentle start": _kfac(partial(TwoSided, gentle_start=True)),
     "the two-sided rule, gentle start, squares not corrected": _kfac(
         partial(UncorrectedTwoSided, gentle_start=True)
@@ -250,10 +251,11 @@ ROWS: dict[str, optimizers.Build] = {
     "the two-sided rule, statistics of one batch": _kfac(
         partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
     ),
-    "the two-sided rule, refresh denser at first": _kfac(partial(TwoSided, warmup=20)),
-    "the two-sided rule, roots every 40 steps, denser at first": _kfac(
+    "the two-sided rule, warm-up of 20": _kfac(partial(TwoSided, warmup=20)),
+    "the two-sided rule, roots every 40 steps, warm-up of 5": _kfac(
         partial(TwoSided, warmup=5), invert_every=40
     ),
+    "no gentle start": _kfac(partial(Spectral, gentle_start=False)),
     "gentle start": _kfac(partial(Spectral, gentle_start=True)),
     "gentle start, squares not corrected": _kfac(partial(UncorrectedSpectral, gentle_start=True)),
     "gentle start, steps of full length": _kfac(partial(FullLengthSpectral, gentle_start=True)),

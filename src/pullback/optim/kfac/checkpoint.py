@@ -390,7 +390,7 @@ def make_half_loaded_error() -> PullbackError:
 
 
 def _make_other_rule_error(why: str) -> PullbackError:
-    remedy = "Load it into an optimizer with the same rule="
+    remedy = "Load it into an optimizer with the same rule= and its options"
     return PullbackError("The saved state is of another rule", why, remedy)
 
 

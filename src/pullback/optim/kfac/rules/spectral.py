@@ -60,8 +60,8 @@ class Thresholds:
     #: by how much at most: layers of 32 to 96 inputs learned better at up to three times the step
     #: than at twice (`bench small-tasks`)
     most_growth: float = 3.0
-    #: matrices whose shorter side has as many rows or columns start gently: at 1,024 this lowered
-    #: losses of text by 0.03 and more, at 768 it changed nothing, and below it cost a little
+    #: matrices whose shorter side is at least as long start gently: at 1,024 this lowered losses of
+    #: text by 0.03 and more, at 768 and 384 it cost 0.001 to 0.004
     gentle_width: int = 1024
     #: rows are divided by their length, and by this at least: rows without a gradient have none
     least_length: float = 1e-3
@@ -151,9 +151,10 @@ class Spectral(Rule):
     gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average at momentum
     0.9, and larger ones at less of it, so that AdamW's learning rates carry over. With n < 384
     inputs they are √(384/n) times as long, at most three times, because an output adds up fewer of
-    them (Yang et al., 2023, arXiv:2310.17813). Matrices that are wide on both sides start gently:
-    the mean squares in D are corrected for their start at zero, as Adam's are, and steps are only
-    as long as U is, which is short while momentum has few directions. Weights that begin larger
+    them (Yang et al., 2023, arXiv:2310.17813). Matrices with 1,024 rows and columns or more start
+    gently: the mean squares in D are corrected for their start at zero, as Adam's are, and D has
+    the factor ‖U‖_F/√min(O, n), which is 1 but where momentum has few directions, as it has early
+    in training and with batches of few samples. Weights that begin larger
     than usual initializations make them have longer steps in proportion. Filters of convolutions
     before a normalization have steps of their own, `Filters`; those of other filters are not longer
     for few inputs. C comes from the forward pass: there is no second backward pass, and no output
@@ -176,10 +177,10 @@ class Spectral(Rule):
         head: whether the output layer follows too.
         filters: steps of convolutions whose outputs are normalized at the first step; with None,
             for batch norms that are frozen later, they have the steps of other convolutions.
-        gentle_start: whether the first steps are shorter as those of wide matrices are; by default
-            they are where both sides have 1,024 or more.
-        warmup: w, the first steps that all take statistics and refresh. After them the gaps between
-            statistics grow as steps/w. A w of 10 is worth 35 more refreshes.
+        gentle_start: whether all matrices, or none, start gently; by default wide ones do. It has
+            no effect on steps of `Filters` and without `agreement`.
+        warmup: w, the first steps that all take statistics and refresh. After them gaps grow as
+            steps/w until they are the usual ones. A w of 10 adds about 40 refreshes.
         cuda_graph: whether directions are replayed from a CUDA graph, of weights of one shape that
             have at most 4M entries together; by default they are, but not those of a subclass. On a
             CPU there is no graph, and directions are the same.
@@ -382,13 +383,17 @@ class Spectral(Rule):
         agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
         return _THRESHOLDS.step_size * agreement
 
-    def find_fullness(self, lengths: Tensor, size: Sequence[int]) -> Tensor | float:
-        """Return ‖U‖/√min(O, n) for polar factors U with rows of these lengths, (B, 1, 1).
+    def find_fullness(self, lengths: Tensor, shape: Sequence[int]) -> Tensor | float:
+        """Return ‖U‖_F/√min(O, n) for polar factors U of this shape, (B, 1, 1).
 
-        It is 1, by and large, but where momentum has few directions: early in training, or after
+        It is 1, by and large, but where momentum has few directions: early in training, or with
         batches of few samples.
+
+        Args:
+            lengths: of the rows of U, (B, O, 1).
+            shape: B, O and n.
         """
-        _, rows, columns = size
+        _, rows, columns = shape
         return (lengths.square().sum(1, keepdim=True) / min(rows, columns)).sqrt()
 
     def default_arguments(self) -> Defaults:
@@ -514,7 +519,10 @@ def _is_unusual(shape: BlockShape, size: float) -> bool:
 
 
 def _make_even(polar_factor: Tensor, lengths: Tensor, size: Tensor | float) -> Tensor:
-    """Return U with rows of one length, and entries of this root mean square."""
+    """Return U with rows of one length, and entries of this root mean square.
+
+    `lengths` are those of the rows of U, (B, O, 1).
+    """
     columns = polar_factor.shape[2]
     scale = size * sqrt(columns) / lengths.clamp(min=_THRESHOLDS.least_length)
     return polar_factor * scale
