@@ -146,20 +146,25 @@ class Spectral(Rule):
 
         X = M (C + λ tr(C)/n)^(-½),    U = polar(X),    Δ = D U,
 
-    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. D gives all rows one
-    length, in proportion to ‖M‖ over the running mean of the gradients' size: steps are long where
-    gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average at momentum
-    0.9, and larger ones at less of it, so that AdamW's learning rates carry over. With n < 384
-    inputs they are √(384/n) times as long, at most three times, because an output adds up fewer of
-    them (Yang et al., 2023, arXiv:2310.17813). Matrices with 1,024 rows and columns or more start
-    gently: the mean squares in D are corrected for their start at zero, as Adam's are, and D has
-    the factor ‖U‖_F/√min(O, n), which is 1 but where momentum has few directions, as it has early
-    in training and with batches of few samples. Weights that begin larger
-    than usual initializations make them have longer steps in proportion. Filters of convolutions
-    before a normalization have steps of their own, `Filters`; those of other filters are not longer
-    for few inputs. C comes from the forward pass: there is no second backward pass, and no output
-    factor. A weight that holds several matrices one below the other, such as fused queries, keys
-    and values, has the directions of these matrices.
+    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. C comes from the
+    forward pass: there is no second backward pass, and no output factor. A weight that holds
+    several matrices one below the other, such as fused queries, keys and values, has the directions
+    of these matrices.
+
+    D sets the length of steps. All rows of a matrix have the same: the root mean square of their
+    entries is 0.75 times that of M over that of the gradients, whose squares are averaged over
+    steps. So steps are long where gradients agree, as Adam's are. Those of noise alone have entries
+    of 0.2 on average at momentum 0.9, and larger ones at less of it: AdamW's learning rates carry
+    over. Some steps are longer or shorter than that:
+
+    - With n < 384 inputs they are √(384/n) times as long, at most three times, because an output
+      adds up fewer of them (Yang et al., 2023, arXiv:2310.17813); filters of convolutions are not.
+    - Weights that begin larger than usual initializations make them have longer ones in proportion.
+    - Matrices with 1,024 rows and columns or more start gently. The mean squares of gradients are
+      corrected for their start at zero, as Adam's are, and steps have the factor ‖U‖_F/√min(O, n).
+      That is 1 but where momentum has few directions, as it has early in training and with batches
+      of few samples.
+    - Filters of convolutions before a normalization have steps of their own, `Filters`.
 
     Relatives: Muon (Jordan et al., 2024) is polar(M) alone. NorMuon (Li et al., 2025,
     arXiv:2510.05491) divides its rows by a running root mean square; here their length is set at
