@@ -125,7 +125,7 @@ class FullLengthSpectral(Spectral):
 
     name: ClassVar = "full-length-spectral"
 
-    def find_fullness(self, lengths: Tensor, size: Sequence[int]) -> Tensor | float:
+    def find_fullness(self, lengths: Tensor, shape: Sequence[int]) -> Tensor | float:
         return 1.0
 
 

@@ -106,8 +106,7 @@ def _list_spectral_costs(model: str) -> list[str]:
     return [times(ours["ratio"]), times(memory)]
 
 
-#: rows of ours that the page has apart: whether the default rate carries, and gentle starts of
-#: narrow matrices
+#: rows of ours that the page has apart: fewer steps, other rates, and starts that are not default
 _APART = {
     title(name)
     for name in (
@@ -120,6 +119,8 @@ _APART = {
         "kfac-two-sided-gentle-start, 0.85",
         "kfac-two-sided-often-gentle-start",
         "kfac-two-sided-often-gentle-start, 0.85",
+        "kfac-plain-start",
+        "kfac-two-sided-plain-start",
     )
 }
 

@@ -271,6 +271,7 @@ class Spectral(Rule):
         )
 
     def _starts_gently(self, shape: BlockShape) -> bool:
+        """Return True if the matrices of a weight are wide, or if all start gently."""
         if self.gentle_start is not None:
             return self.gentle_start
         _, rows, columns = shape.size
