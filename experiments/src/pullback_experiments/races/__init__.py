@@ -36,6 +36,8 @@ _FOUR = (0, 1, 2, 3)
 
 _OURS = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.8,))
 _TWO_SIDED = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,))
+#: refreshed twice as often, and more often still at first
+_OFTEN = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,), is_even=False)
 #: whether the default rate carries from one size to another
 _OTHER_RATES = {
     "kfac-rate-0.5": Entrant(_DEFAULT_RATE / 2, fixed=True, seeds=_ONE, pace_of="kfac"),
@@ -49,15 +51,7 @@ TEXT = {
     "kfac-two-sided-gentle-start": Entrant(
         _DEFAULT_RATE, fixed=True, shares=(0.85,), pace_of="kfac-two-sided", is_drawn=False
     ),
-    # its pace is that of fewer refreshes: claims are about its steps alone
-    "kfac-two-sided-often-gentle-start": Entrant(
-        _DEFAULT_RATE,
-        fixed=True,
-        seeds=_THREE,
-        shares=(0.85,),
-        pace_of="kfac-two-sided",
-        is_drawn=False,
-    ),
+    "kfac-two-sided-often": _OFTEN,
     "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(8e-3, pace_of="normuon-0.9"),
@@ -72,15 +66,18 @@ TEXT = {
 LARGE = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
+    "kfac-two-sided-often": _OFTEN,
     "kfac-gentle-start": Entrant(_DEFAULT_RATE, fixed=True, seeds=_ONE, pace_of="kfac"),
     "kfac-two-sided-gentle-start": Entrant(
         _DEFAULT_RATE, fixed=True, seeds=_ONE, pace_of="kfac-two-sided"
     ),
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(4e-3, seeds=_ONE, pace_of="normuon-0.9"),
-    "normuon-0.9-muon-length": Entrant(8e-3, seeds=_ONE, pace_of="normuon-0.9"),
+    "normuon-0.9-muon-length": Entrant(8e-3, pace_of="normuon-0.9"),
+    "normuon-muon-length": Entrant(4e-3, pace_of="normuon-0.9", is_drawn=False),
     "muon-0.9": Entrant(4e-3),
-    "soap": Entrant(2e-3, seeds=_ONE),
+    "muon": Entrant(4e-3, pace_of="muon-0.9", is_drawn=False),
+    "soap": Entrant(2e-3),
     "adamw": Entrant(1e-3),
     **_OTHER_RATES,
 }
@@ -93,9 +90,15 @@ _WIDE = {
 }
 LARGEST = {
     **_WIDE,
+    "kfac-two-sided-often": _OFTEN,
     "normuon-0.9-half": Entrant(2e-3),
     "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
-    "muon-0.9-half": Entrant(2e-3, pace_of="normuon-0.9-half"),
+    "normuon-muon-length": Entrant(2e-3, pace_of="normuon-0.9-half", is_drawn=False),
+    "muon-0.9-half": Entrant(2e-3),
+    "muon-half": Entrant(2e-3, pace_of="muon-0.9-half", is_drawn=False),
+    "soap": Entrant(1e-3, seeds=_ONE),
+    "adamw": Entrant(2.5e-4),
+    **_OTHER_RATES,
 }
 SHORT = {
     **_WIDE,
@@ -136,7 +139,7 @@ EXPERIMENTS = (
         leads=(
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0, by="kfac-two-sided"),
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),
-            Lead("normuon-0.9-half", steps=0.85, by="kfac-two-sided-often-gentle-start"),
+            Lead("normuon-0.9-half", steps=0.85, seconds=1.0, by="kfac-two-sided-often"),
             Lead("normuon-0.9-muon-length", below=0.003, steps=0.85, seconds=1.0),
             Lead("normuon-0.9", below=0.003, steps=0.85, seconds=1.0),
             Lead("muon-0.9", below=0.01, steps=0.85, seconds=1.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +41,7 @@ class Entrant:
         shares: of the steps, for which it runs too if it is fixed, each with its own schedule.
         pace_of: the entrant whose steps cost as much, which is timed in its place.
         is_drawn: whether the figure shows it.
+        is_even: whether its steps cost the same all along; otherwise a whole run is timed.
     """
 
     rate: float
@@ -51,6 +51,7 @@ class Entrant:
     shares: Sequence[float] = ()
     pace_of: str | None = None
     is_drawn: bool = True
+    is_even: bool = True
 
     def describe(self) -> Record:
         """Return everything its runs depend on."""
@@ -171,15 +172,19 @@ class Race(Experiment):
         """Return the milliseconds of a step, of a run that should be alone on its device."""
         race_task = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
-        record = run(
+        time_run = partial(
+            run,
             replace(race_task, evaluations=2),
             name,
             entrant.rate,
             seed=self.search_seed,
             device=context.device,
-            steps=min(self.pace_steps, race_task.steps),
             settings=entrant.settings,
         )
+        record = time_run(steps=min(self.pace_steps, race_task.steps))
+        if not entrant.is_even:  # what a process does once has been done
+            least_share = min(entrant.shares, default=1.0)
+            return {"method": name, "ms": time_run(steps=race_task.count_steps(least_share))["ms"]}
         _, first, last = record["step"]
         _, before, after = record["seconds"]
         return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
@@ -225,7 +230,7 @@ class Race(Experiment):
             rate,
             seed=context.seed,
             device=context.device,
-            steps=max(1, math.floor(share * race_task.steps + 1e-9)),  # no more than the share
+            steps=race_task.count_steps(share),
             settings=self._entrants(context.quick)[name].settings,
             watch=context.watch,
         )

@@ -77,6 +77,15 @@ class RaceTask:
     compiled: bool = False
     layout: torch.memory_format = torch.preserve_format
 
+    def count_steps(self, share: float) -> int:
+        """Return the steps of a run with this share of them: at least one, no more than the share.
+
+        >>> from pullback_experiments.races.tasks import TASKS
+        >>> TASKS["text"].count_steps(0.85)
+        680
+        """
+        return max(1, math.floor(share * self.steps + 1e-9))
+
     def describe(self) -> Record:
         """What a run depends on beside the network and the data."""
         precision = "float32"

@@ -117,8 +117,6 @@ _APART = {
         "kfac-gentle-start",
         "kfac-two-sided-gentle-start",
         "kfac-two-sided-gentle-start, 0.85",
-        "kfac-two-sided-often-gentle-start",
-        "kfac-two-sided-often-gentle-start, 0.85",
         "kfac-plain-start",
         "kfac-two-sided-plain-start",
     )
