@@ -154,18 +154,21 @@ def lerp_unless(
 class DeferredFlags:
     """Flags of a step that are copied to the host, which waits for them only when it reads them.
 
-    They say whether parameters moved and, on steps where `takes_statistics` is True, whether the
+    Those of a step say whether parameters moved and, where `takes_statistics` is True, whether the
     statistics entered the averages.
     """
 
-    def __init__(self, flags: Tensor, takes_statistics: bool) -> None:
+    def __init__(self, flags: Tensor, *, takes_statistics: bool = False) -> None:
         self.takes_statistics = takes_statistics
         self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
         self._flags.copy_(flags, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(flags.device))
+        self._event: torch.cuda.Event | None = None
+        if flags.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(flags.device))
 
     def flags(self) -> list[bool]:
         """Return the flags, after the device has computed them."""
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._flags.tolist()

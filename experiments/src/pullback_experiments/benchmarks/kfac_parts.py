@@ -24,18 +24,22 @@ import pullback as pb
 from pullback.grams.kronecker import cholesky_inverse
 from pullback.optim.kfac import Spectral, direction_graph
 from pullback.optim.kfac.rules import natural
+from pullback.optim.kfac.state import KFACState
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import compare, measure_kernel_seconds, peak_bytes, synchronize
 from .kfac import IN_A_ROW, NEVER, SCHEDULES, STILL, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
-#: parts of the natural rule, with the module and the test by which each is chosen
+#: parts of the natural rule, with the module or class and the test by which each is chosen
 NATURAL_PARTS = {
     "float16 inverses": (natural, "pays_in_half"),
     "inverses by panels": (cholesky_inverse, "_has_panels"),
 }
-SPECTRAL_PARTS = {"CUDA graph": (direction_graph, "can_capture")}
+SPECTRAL_PARTS = {
+    "CUDA graph": (direction_graph, "can_capture"),
+    "refreshes without a wait": (KFACState, "can_refresh_on_device"),
+}
 PARTS = NATURAL_PARTS | SPECTRAL_PARTS
 #: schedules under which each step is of one type; parts do not matter for statistics
 STEP_TYPES = {"plain": (NEVER, NEVER), "inversion": (1, 1)}
@@ -52,8 +56,8 @@ def switch_off(part: str | None) -> Iterator[None]:
     if part is None:
         yield
         return
-    module, name = PARTS[part]
-    with mock.patch.object(module, name, return_value=False):
+    owner, name = PARTS[part]
+    with mock.patch.object(owner, name, return_value=False):
         yield
 
 

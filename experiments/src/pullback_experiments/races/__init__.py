@@ -22,6 +22,8 @@ positions, and separate layers for q, k and v; on CUDA they run in bfloat16 with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .checks import Lead
 from .experiment import Entrant, Race
 
@@ -51,7 +53,10 @@ TEXT = {
     "kfac-two-sided-gentle-start": Entrant(
         _DEFAULT_RATE, fixed=True, shares=(0.85,), pace_of="kfac-two-sided", is_drawn=False
     ),
-    "kfac-two-sided-often": _OFTEN,
+    "kfac-two-sided-often": replace(_OFTEN, is_drawn=False),
+    "kfac-two-sided-often-gentle-start": replace(
+        _OFTEN, pace_of="kfac-two-sided-often", is_drawn=False
+    ),
     "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
     "normuon-0.9-half": Entrant(8e-3, pace_of="normuon-0.9"),

@@ -174,6 +174,7 @@ _NAMES = {
     "kfac": "K-FAC",
     "kfac-two-sided": "K-FAC, two-sided",
     "kfac-two-sided-often": "K-FAC, two-sided, refreshed often",
+    "kfac-two-sided-often-gentle-start": "K-FAC, two-sided, gentle start, refreshed often",
     "kfac-gentle-start": "K-FAC, gentle start",
     "kfac-two-sided-gentle-start": "K-FAC, two-sided, gentle start",
     "kfac-plain-start": "K-FAC, no gentle start",

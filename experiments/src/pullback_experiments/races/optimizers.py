@@ -182,6 +182,9 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac": default,
     "kfac-two-sided": two_sided,
     "kfac-two-sided-often": _preset(two_sided, rule_warmup=20, statistics_every=5, invert_every=10),
+    "kfac-two-sided-often-gentle-start": _preset(
+        two_sided, rule_gentle_start=True, rule_warmup=20, statistics_every=5, invert_every=10
+    ),
     "kfac-gentle-start": _preset(spectral, rule_gentle_start=True),
     "kfac-two-sided-gentle-start": _preset(two_sided, rule_gentle_start=True),
     "kfac-plain-start": _preset(spectral, rule_gentle_start=False),

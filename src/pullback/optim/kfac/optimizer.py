@@ -603,11 +603,9 @@ class KFAC(Optimizer):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
         pending.guard = guard.copy()
-        if not self._replicas.can_postpone_averages(guard):
+        if not self._can_postpone_averages(pending.means, guard):
             self._update_averages(pending, gradients)
-        directions, stacked = self._find_directions(
-            gradients, guard.is_void, has_new_statistics=pending.is_averaged
-        )
+        directions, stacked = self._find_directions(gradients, guard.is_void, pending)
         if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
         pending.guard = guard.copy()
@@ -732,10 +730,19 @@ class KFAC(Optimizer):
             return False
         if any(g.device != first.device for g in gradients.values()):
             return False
-        is_refreshed = self._schedule.is_refresh_step(self._schedule.statistics_count + 1)
-        if means and (self._options.measures_spectrum or is_refreshed):
+        if means and self._options.measures_spectrum:
+            return False
+        if self._is_refresh_due(means) and not self._curvature.can_refresh_on_device():
             return False
         return self._curvature.can_defer(means)
+
+    def _is_refresh_due(self, means: BlockMeans) -> bool:
+        """Return whether these statistics, once they are averaged, lead to a refresh."""
+        return bool(means) and self._schedule.is_refresh_step(self._schedule.statistics_count + 1)
+
+    def _can_postpone_averages(self, means: BlockMeans, guard: Guard) -> bool:
+        """Return whether the averages take these statistics up after the directions are known."""
+        return self._replicas.can_postpone_averages(guard) and not self._is_refresh_due(means)
 
     def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
         """Return False if a gradient is known not to be finite.
@@ -746,7 +753,7 @@ class KFAC(Optimizer):
         squares = self.rule.squares_gradients
         is_needed = squares or not guard.is_deferred
         if means and not is_needed:
-            is_needed = not self._replicas.can_postpone_averages(guard)
+            is_needed = not self._can_postpone_averages(means, guard)
         if not is_needed:
             return True
         return guard.holds_finite(list(gradients.values()), squares=squares)
@@ -765,13 +772,13 @@ class KFAC(Optimizer):
             self._notices.warn_unmeasured(self._curvature, gradients, without_block)
 
     def _find_directions(
-        self, gradients: dict[str, Tensor], is_void: Tensor | None, *, has_new_statistics: bool
+        self, gradients: dict[str, Tensor], is_void: Tensor | None, pending: PendingStatistics
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Refresh states when it is time; return directions by name, and the stacks that hold them.
 
         The stacks are few, so that a check of all directions is cheap.
         """
-        self._refresh(has_new_statistics)
+        self._refresh(pending)
         self._update_entry_states(gradients)
         curvature = self._curvature
         group_numbers = self._params.find_group_numbers(self.param_groups)
@@ -780,13 +787,12 @@ class KFAC(Optimizer):
             self._capture.structure.bases = curvature.bases
         return curvature.directions(gradients, self.param_groups, group_numbers, is_void)
 
-    def _refresh(self, has_new_statistics: bool) -> None:
+    def _refresh(self, pending: PendingStatistics) -> None:
         """Refresh states when it is time, and note for the clip and the step rule that it was."""
-        curvature = self._curvature
-        is_refreshed = curvature.refresh(has_new_statistics)
+        is_refreshed = self._curvature.refresh(pending.is_averaged, pending.guard)
         if is_refreshed and self._step_memory is not None:
             self._step_memory.inverted_damping = self._schedule.damping
-        has_new_spectrum = has_new_statistics and self._options.measures_spectrum
+        has_new_spectrum = pending.is_averaged and self._options.measures_spectrum
         if self._clip is not None and (is_refreshed or has_new_spectrum):
             self._clip.is_stale = True
 
@@ -858,7 +864,7 @@ class KFAC(Optimizer):
         def refresh(damping: float) -> list[GroupUpdate]:
             schedule.damping = damping
             schedule.should_refresh_again = True
-            directions, _ = self._find_directions(dict(gradients), None, has_new_statistics=False)
+            directions, _ = self._find_directions(dict(gradients), None, PendingStatistics({}))
             return self._make_updates(directions)
 
         view = StepView(problem, self.metric, gradients, updates, refresh)
@@ -897,7 +903,9 @@ class KFAC(Optimizer):
             if pending.is_averaged:
                 is_averaged = pending.guard.is_good
             flags: Any = (guard.is_good, is_averaged)
-            self._deferred_flags = DeferredFlags(torch.stack(flags), pending.is_averaged)
+            self._deferred_flags = DeferredFlags(
+                torch.stack(flags), takes_statistics=pending.is_averaged
+            )
 
     def _reject(self, reason: str, loss: Any) -> Any:
         """Report a step that was not taken, forget its statistics, and return the loss."""
@@ -912,6 +920,9 @@ class KFAC(Optimizer):
         if deferred is None:
             return
         has_moved, has_averaged = deferred.flags()
+        if self._curvature.finish_refresh():
+            notes = report.list_notes(self._curvature, self._has_skipped_statistics)
+            self._info = replace(self._info, notes=notes)
         if deferred.takes_statistics and not has_averaged:
             self._schedule.uncount_statistics()
             self._has_skipped_statistics = has_moved

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..._core.flags import DeferredFlags
 from ...grams.kronecker import Pair
 from ...grams.kronecker.cholesky_inverse import is_inverted_alone
 from ...grams.kronecker.packed_matrix import unpack
@@ -65,6 +67,19 @@ class StartedRefresh:
     checks: Sequence[StateCheck]
     #: each is asked for when the one before is dealt with
     reports: Iterator[RefreshReport]
+
+
+@dataclass(frozen=True)
+class UnreadRefresh:
+    """A refresh for which the host has not waited, and flags of the blocks that succeeded."""
+
+    keys: Sequence[BlockKey]
+    flags: DeferredFlags
+
+    def find_failed(self) -> list[BlockKey]:
+        """Return the blocks that failed, after the device is done with all of them."""
+        outcomes = zip(self.keys, self.flags.flags(), strict=True)
+        return [key for key, has_succeeded in outcomes if not has_succeeded]
 
 
 class BlockStates:
@@ -187,6 +202,34 @@ class BlockStates:
                     waiting = None
         if waiting is not None:
             self._finish_refresh(waiting)
+
+    def refresh_on_device(
+        self,
+        averages: Averages,
+        keys: Sequence[BlockKey],
+        damping: float,
+        is_void: Tensor | None,
+    ) -> UnreadRefresh:
+        """Refresh blocks that have states, by rules that need not wait for the device.
+
+        The last state stays where the block fails, or where the flag `is_void` is 1.
+        """
+        refreshed_keys: list[BlockKey] = []
+        flags: list[Tensor] = []
+        for portion in self._divide_in_portions(keys):
+            groups = self._group_by_form(averages, portion)
+            stacks = [self._stack_averages(averages, group, damping, None) for group in groups]
+            checks = [StateCheck(stack.rule, stack.state) for stack in stacks]
+            have_succeeded = stacks[0].rule.refresh_on_device(
+                [stack.averages for stack in stacks], [stack.state for stack in stacks]
+            )
+            for entry in zip(groups, stacks, checks, have_succeeded, strict=True):
+                group, stack, check, flags_of_stack = entry
+                check.refuse_undeclared_changes(len(flags_of_stack))
+                flags += _copy_successful(stack, flags_of_stack, is_void)
+                stack.release()
+                refreshed_keys += group
+        return UnreadRefresh(refreshed_keys, DeferredFlags(torch.stack(flags)))
 
     def _divide_in_portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks that are refreshed together, large ones first."""
@@ -351,6 +394,29 @@ def _batch_stacks(stacks: Sequence[Stack], group_numbers: Mapping[str, int]) -> 
             form = (id(stack.rule), number, stack.born, stack.dtype, stack.device)
         batches.setdefault(form, []).append(stack)
     return list(batches.values())
+
+
+def _copy_successful(stack: RefreshStack, flags: Tensor, is_void: Tensor | None) -> list[Tensor]:
+    """Copy its part of a refreshed stack to each block that succeeded; return flags of blocks.
+
+    `flags` say which groups of the stack succeeded. Nothing is copied where `is_void` is 1.
+    """
+    flags_of_blocks = []
+    start = 0
+    for block in stack.blocks:
+        stop = start + block.shape.size[0]
+        has_succeeded = flags[start:stop].all()
+        may_change = has_succeeded
+        if is_void is not None:
+            may_change = has_succeeded & (is_void == 0)
+        old = block.state.tensors()
+        new = stack.state.tensors()
+        for name in [n for n in stack.state.refreshed_names() if n in new]:
+            old[name].copy_(torch.where(may_change, new[name][start:stop], old[name]))
+        block.note = ""
+        flags_of_blocks.append(has_succeeded)
+        start = stop
+    return flags_of_blocks
 
 
 def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from .factors.damping import refuse_reference
 from .replicas import Replicas, placeholder
 from .rules import FactorAverages, Rule, StepContext
 from .schedule import Schedule
-from .stacks import BlockStates
+from .stacks import BlockStates, UnreadRefresh
 
 #: weights of the past below it would keep the round-off of what is forgotten
 _LEAST_EMA = 0.5
@@ -62,6 +62,8 @@ class KFACState:
     awaits_load: bool = False
     #: device and dtype of the model's parameters at the last step
     devices_and_dtypes: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
+    #: a refresh for which the host has not waited yet
+    unread_refresh: UnreadRefresh | None = None
     #: the weight of the past in averages
     ema: float = field(init=False)
 
@@ -236,8 +238,11 @@ class KFACState:
             block = self.states.blocks[key]
             block.rule.observe(unpack(spectrum), block.state, self.schedule.damping)
 
-    def refresh(self, has_new_statistics: bool) -> bool:
-        """Refresh states when it is time, and make those that are missing; say if any changed."""
+    def refresh(self, has_new_statistics: bool, guard: Guard) -> bool:
+        """Refresh states when it is time, and make those that are missing; say if any changed.
+
+        Where the guard is deferred, `finish_refresh` is to be called before the next one.
+        """
         is_due = has_new_statistics and self.schedule.is_refresh_step(
             self.schedule.statistics_count
         )
@@ -248,10 +253,29 @@ class KFACState:
         if not keys:
             return False
         refreshed = self.states.limit_first_refreshes(sorted(keys, key=lambda key: key.names))
-        self.replicas.refresh(
-            self.states, self.averages, refreshed, self.schedule.damping, self.references
-        )
+        if guard.is_deferred:
+            self.unread_refresh = self.states.refresh_on_device(
+                self.averages, refreshed, self.schedule.damping, guard.is_void
+            )
+        else:
+            self._refresh_now(refreshed)
         return True
+
+    def _refresh_now(self, keys: Sequence[BlockKey]) -> None:
+        self.replicas.refresh(
+            self.states, self.averages, keys, self.schedule.damping, self.references
+        )
+
+    def finish_refresh(self) -> bool:
+        """Refresh once more, and with a wait, what a deferred refresh left; say if it was any."""
+        unread = self.unread_refresh
+        self.unread_refresh = None
+        if unread is None:
+            return False
+        failed = unread.find_failed()
+        if failed:
+            self._refresh_now(failed)
+        return bool(failed)
 
     def stack(self, params: ModelParameters, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
@@ -397,6 +421,13 @@ class KFACState:
             (self.averages[k], new) for k, new in means.items() if self.replicas.keeps_average(k)
         ]
         return all(average.can_add_on_device(new) for average, new in pairs)
+
+    def can_refresh_on_device(self) -> bool:
+        """Return whether a refresh need not wait for the device: one process, and such rules."""
+        if not self.replicas.is_single or self.references is not None:
+            return False
+        blocks = self.states.blocks
+        return all(blocks[key].rule.refreshes_on_device for key in self.measured_keys)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held, by what for."""

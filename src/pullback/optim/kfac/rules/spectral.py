@@ -299,6 +299,37 @@ class Spectral(Rule):
         """Store the inverse roots of these factors in the state."""
         state.root = roots[0].to(state.root.dtype)
 
+    @property
+    def refreshes_on_device(self) -> bool:
+        """Whether the host need not wait: a subclass may have a refresh of its own that waits."""
+        has_own_refresh = (
+            type(self).refresh is not Spectral.refresh
+            or type(self).refresh_stacks is not Spectral.refresh_stacks
+        )
+        return self.whitening and not has_own_refresh
+
+    def refresh_on_device(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> list[Tensor]:
+        """Set the inverse roots of all states, also those that did not converge; return flags."""
+        spectral_states = [state for state in states if isinstance(state, SpectralState)]
+        factors_of_stacks = self._list_all_factors(averages, spectral_states)
+        pending = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
+        found = iter(pending.stacks)
+        flags_of_stacks = []
+        for state, factors in zip(spectral_states, factors_of_stacks, strict=True):
+            roots = list(islice(found, len(factors)))
+            self.set_roots(state, [one.roots for one in roots])
+            flags_of_stacks.append(torch.stack([one.has_converged for one in roots]).all(0))
+        return flags_of_stacks
+
+    def _list_all_factors(
+        self, averages: Sequence[FactorAverages], states: Sequence[SpectralState]
+    ) -> list[list[Tensor]]:
+        """Return the factors of every stack whose inverse roots its state holds."""
+        pairs = zip(averages, states, strict=True)
+        return [self.list_factors(stack, state) for stack, state in pairs]
+
     def _start_refresh(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> Iterator[RefreshReport]:
@@ -306,10 +337,7 @@ class Spectral(Rule):
         if not self.whitening:
             return iter([RefreshReport() for _ in states])
         spectral_states = [state for state in states if isinstance(state, SpectralState)]
-        factors_of_stacks = [
-            self.list_factors(stack, state)
-            for stack, state in zip(averages, spectral_states, strict=True)
-        ]
+        factors_of_stacks = self._list_all_factors(averages, spectral_states)
         pending = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
         counts = [len(factors) for factors in factors_of_stacks]
         return self._finish_refresh(pending, spectral_states, counts)

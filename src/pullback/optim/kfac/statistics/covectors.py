@@ -208,7 +208,7 @@ def _count_positions(
     if deferred:
         has_uncounted = metric.has_uncounted(value, slope)
         if has_uncounted is not None:
-            flags = DeferredFlags(~has_uncounted.view(1), takes_statistics=False)
+            flags = DeferredFlags(~has_uncounted.view(1))
             return CountedPositions(None, flags)
     if not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
