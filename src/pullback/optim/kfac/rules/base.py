@@ -344,8 +344,6 @@ class Rule(ABC):
         refreshes_together: whether `refresh_stacks` shares work between stacks.
         refreshes_ahead: whether `refresh_stacks` starts all work when it is called, and waits for
             the device when its reports are asked for; other stacks are then started meanwhile.
-        refreshes_on_device: whether there is a `refresh_on_device`, by which the host need not wait
-            for the device at all.
     """
 
     name: ClassVar[str] = ""
@@ -368,7 +366,6 @@ class Rule(ABC):
     refreshed_entries: ClassVar[int] = 2**27
     refreshes_together: ClassVar[bool] = False
     refreshes_ahead: ClassVar[bool] = False
-    refreshes_on_device: bool = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a class whose declarations contradict each other."""
@@ -501,6 +498,11 @@ class Rule(ABC):
                 why = f"refresh returned {type(report).__name__}"
                 raise _make_class_error(type(self), why, "Return a RefreshReport()")
             yield report
+
+    @property
+    def refreshes_on_device(self) -> bool:
+        """Whether there is a `refresh_on_device`, by which the host need not wait at all."""
+        return False
 
     def refresh_on_device(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]

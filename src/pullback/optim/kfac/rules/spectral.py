@@ -315,10 +315,10 @@ class Spectral(Rule):
         spectral_states = [state for state in states if isinstance(state, SpectralState)]
         factors_of_stacks = self._list_all_factors(averages, spectral_states)
         pending = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
-        found = iter(pending.stacks)
+        stacks_of_roots = iter(pending.stacks)
         flags_of_stacks = []
         for state, factors in zip(spectral_states, factors_of_stacks, strict=True):
-            roots = list(islice(found, len(factors)))
+            roots = list(islice(stacks_of_roots, len(factors)))
             self.set_roots(state, [one.roots for one in roots])
             flags_of_stacks.append(torch.stack([one.has_converged for one in roots]).all(0))
         return flags_of_stacks
