@@ -55,7 +55,7 @@ TEXT = {
     ),
     "kfac-two-sided-often": replace(_OFTEN, is_drawn=False),
     "kfac-two-sided-often-gentle-start": replace(
-        _OFTEN, pace_of="kfac-two-sided-often", is_drawn=False
+        _OFTEN, seeds=_THREE, pace_of="kfac-two-sided-often", is_drawn=False
     ),
     "soap": Entrant(2e-3),
     "normuon-0.9": Entrant(8e-3),
@@ -71,7 +71,7 @@ TEXT = {
 LARGE = {
     "kfac": _OURS,
     "kfac-two-sided": _TWO_SIDED,
-    "kfac-two-sided-often": _OFTEN,
+    "kfac-two-sided-often": replace(_OFTEN, seeds=_ONE),
     "kfac-gentle-start": Entrant(_DEFAULT_RATE, fixed=True, seeds=_ONE, pace_of="kfac"),
     "kfac-two-sided-gentle-start": Entrant(
         _DEFAULT_RATE, fixed=True, seeds=_ONE, pace_of="kfac-two-sided"
@@ -95,14 +95,10 @@ _WIDE = {
 }
 LARGEST = {
     **_WIDE,
-    "kfac-two-sided-often": _OFTEN,
     "normuon-0.9-half": Entrant(2e-3),
     "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
-    "normuon-muon-length": Entrant(2e-3, pace_of="normuon-0.9-half", is_drawn=False),
     "muon-0.9-half": Entrant(2e-3),
-    "muon-half": Entrant(2e-3, pace_of="muon-0.9-half", is_drawn=False),
-    "soap": Entrant(1e-3, seeds=_ONE),
-    "adamw": Entrant(2.5e-4),
+    "muon-half": Entrant(2e-3, seeds=_ONE, pace_of="muon-0.9-half"),
     **_OTHER_RATES,
 }
 SHORT = {
@@ -144,7 +140,8 @@ EXPERIMENTS = (
         leads=(
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0, by="kfac-two-sided"),
             Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),
-            Lead("normuon-0.9-half", steps=0.85, seconds=1.0, by="kfac-two-sided-often"),
+            Lead("normuon-0.9-half", steps=0.85, by="kfac-two-sided-often"),
+            Lead("normuon-0.9-half", steps=0.85, by="kfac-two-sided-often-gentle-start"),
             Lead("normuon-0.9-muon-length", below=0.003, steps=0.85, seconds=1.0),
             Lead("normuon-0.9", below=0.003, steps=0.85, seconds=1.0),
             Lead("muon-0.9", below=0.01, steps=0.85, seconds=1.0),
@@ -154,7 +151,8 @@ EXPERIMENTS = (
         expected_outcomes=(
             *(True, False, True),  # NorMuon with AdamW at half its rate, by the two-sided rule
             *(True, False, True),  # the same by `KFAC(model)`
-            False,  # the same by the two-sided rule, refreshed more often
+            *(False, False),  # the same by the two-sided rule, refreshed often, without a gentle
+            # start and with one
             *(True, False, True),  # NorMuon as long as Muon's steps
             *(True, False, True),  # NorMuon
             *(True, False, True),  # Muon
@@ -179,6 +177,7 @@ EXPERIMENTS = (
             Lead(
                 "normuon-0.9-muon-length", below=0.003, steps=0.85, seconds=1.0, by="kfac-two-sided"
             ),
+            Lead("normuon-0.9-muon-length", below=0.003, steps=0.85, by="kfac-two-sided-often"),
             Lead("muon-0.9", below=0.003, steps=0.85, seconds=1.0),
             Lead("muon-0.9", below=0.003, steps=0.8, seconds=1.0, by="kfac-two-sided"),
             Lead("normuon-0.9", below=0.003, steps=0.8, seconds=1.0),
@@ -189,6 +188,7 @@ EXPERIMENTS = (
         expected_outcomes=(
             *(True, True, True),  # NorMuon as long as Muon's steps
             *(True, True, True),  # the same by the two-sided rule
+            *(True, True),  # the same where it is refreshed often
             *(True, True, True),  # Muon
             *(True, True, True),  # the same by the two-sided rule
             *(True, True, True, True, True, True),  # the paper's NorMuon, by two rates of AdamW

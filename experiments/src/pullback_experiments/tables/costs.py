@@ -117,6 +117,10 @@ _APART = {
         "kfac-gentle-start",
         "kfac-two-sided-gentle-start",
         "kfac-two-sided-gentle-start, 0.85",
+        "kfac-two-sided-often",
+        "kfac-two-sided-often, 0.85",
+        "kfac-two-sided-often-gentle-start",
+        "kfac-two-sided-often-gentle-start, 0.85",
         "kfac-plain-start",
         "kfac-two-sided-plain-start",
     )
