@@ -152,7 +152,7 @@ def lerp_unless(
 
 
 class DeferredFlags:
-    """Flags of a step that are copied to the host, which waits for them only when it reads them.
+    """Flags that are copied to the host, which waits for the device only when it reads them.
 
     Those of a step say whether parameters moved and, where `takes_statistics` is True, whether the
     statistics entered the averages.
@@ -160,7 +160,9 @@ class DeferredFlags:
 
     def __init__(self, flags: Tensor, *, takes_statistics: bool = False) -> None:
         self.takes_statistics = takes_statistics
-        self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+        self._flags = torch.empty(
+            flags.shape, dtype=flags.dtype, device="cpu", pin_memory=flags.is_cuda
+        )
         self._flags.copy_(flags, non_blocking=True)
         self._event: torch.cuda.Event | None = None
         if flags.is_cuda:

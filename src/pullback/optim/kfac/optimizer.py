@@ -86,6 +86,8 @@ class PendingStatistics:
     guard: Guard = field(default_factory=lambda: Guard(is_deferred=False))
     #: whether the averages contain them
     is_averaged: bool = False
+    #: whether states are refreshed once the averages contain them
+    leads_to_refresh: bool = False
 
 
 class KFAC(Optimizer):
@@ -597,20 +599,21 @@ class KFAC(Optimizer):
         pending = PendingStatistics(
             self._collect_statistics(problem, gradients, expects_statistics)
         )
+        pending.leads_to_refresh = self._is_refresh_due(pending.means)
         # a guard of its own for the statistics: theirs may be void where the step is not
         guard = Guard(self._can_defer(pending.means, gradients))
-        if not self._check_gradients(gradients, pending.means, guard):
+        if not self._check_gradients(gradients, pending, guard):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
         pending.guard = guard.copy()
-        if not self._can_postpone_averages(pending.means, guard):
+        if not self._can_postpone_averages(pending, guard):
             self._update_averages(pending, gradients)
         directions, stacked = self._find_directions(gradients, guard.is_void, pending)
         if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
-        pending.guard = guard.copy()
-        # statistics that no refresh of this step needs, unless the averages have them already
-        self._update_averages(pending, gradients)
+        if not pending.is_averaged:
+            pending.guard = guard.copy()
+            self._update_averages(pending, gradients)
         self._info = self._move(directions, problem, gradients, guard.is_void)
         self._finish(pending, guard)
         return loss
@@ -732,28 +735,39 @@ class KFAC(Optimizer):
             return False
         if means and self._options.measures_spectrum:
             return False
-        if self._is_refresh_due(means) and not self._curvature.can_refresh_on_device():
+        if self._is_refresh_due(means) and not self._can_defer_refresh():
             return False
         return self._curvature.can_defer(means)
+
+    def _can_defer_refresh(self) -> bool:
+        """Return whether states can be refreshed without a wait; the KL clip would not know."""
+        return self._clip is None and self._curvature.can_refresh_on_device()
 
     def _is_refresh_due(self, means: BlockMeans) -> bool:
         """Return whether these statistics, once they are averaged, lead to a refresh."""
         return bool(means) and self._schedule.is_refresh_step(self._schedule.statistics_count + 1)
 
-    def _can_postpone_averages(self, means: BlockMeans, guard: Guard) -> bool:
-        """Return whether the averages take these statistics up after the directions are known."""
-        return self._replicas.can_postpone_averages(guard) and not self._is_refresh_due(means)
+    def _can_postpone_averages(self, pending: PendingStatistics, guard: Guard) -> bool:
+        """Return whether the averages take these statistics up after the directions are known.
 
-    def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
+        A direction that is not finite then voids the statistics as well. Several processes take
+        them up before, once their gradients are known to be finite, as does a refresh.
+        """
+        return guard.is_deferred and self._replicas.is_single and not pending.leads_to_refresh
+
+    def _check_gradients(
+        self, gradients: Tensors, pending: PendingStatistics, guard: Guard
+    ) -> bool:
         """Return False if a gradient is known not to be finite.
 
         A deferred step checks its directions instead, which are not finite then. That is too late
-        for a rule that squares gradients, and for averages that take statistics up before.
+        for a rule that squares gradients, and for averages that take statistics up before the
+        directions are known.
         """
         squares = self.rule.squares_gradients
         is_needed = squares or not guard.is_deferred
-        if means and not is_needed:
-            is_needed = not self._can_postpone_averages(means, guard)
+        if pending.means and not is_needed:
+            is_needed = not self._can_postpone_averages(pending, guard)
         if not is_needed:
             return True
         return guard.holds_finite(list(gradients.values()), squares=squares)
@@ -767,7 +781,9 @@ class KFAC(Optimizer):
         pending.is_averaged = self._curvature.update_averages(means, pending.guard)
         if not pending.is_averaged:
             self._has_skipped_statistics = True
-        elif not pending.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
+            return
+        is_rare = pending.leads_to_refresh or not pending.guard.is_deferred
+        if is_rare and self.rule.reads is not Statistics.INPUTS:
             without_block = {*self._assignment.elementwise, *self._capture.structure.diagonals}
             self._notices.warn_unmeasured(self._curvature, gradients, without_block)
 
@@ -891,9 +907,12 @@ class KFAC(Optimizer):
 
     def _finish(self, pending: PendingStatistics, guard: Guard) -> None:
         """Count a step that was taken, report it, and prepare the next forward pass."""
-        self._schedule.count_step()
-        self._capture.reset()
+        schedule = self._schedule
         has_missed_statistics = self._has_missed_announcement and not pending.is_averaged
+        if has_missed_statistics and schedule.is_refresh_step(schedule.statistics_count + 1):
+            schedule.should_refresh_again = True  # with the statistics that come a step later
+        schedule.count_step()
+        self._capture.reset()
         needs_statistics = self._is_statistics_step or self._capture.lacks_block
         self._capture.announce(needs_statistics or has_missed_statistics)
         notes = report.list_notes(self._curvature, self._has_skipped_statistics)
@@ -914,13 +933,17 @@ class KFAC(Optimizer):
         return loss
 
     def _read_deferred_flags(self) -> None:
-        """Read the flags of the last deferred step; take back its counts if it was void."""
+        """Read the flags of the last deferred step; take back its counts if it was void.
+
+        Blocks that failed in its refresh are refreshed again.
+        """
         deferred = self._deferred_flags
         self._deferred_flags = None
         if deferred is None:
+            self._curvature.finish_deferred_refresh()  # of a step that an exception ended
             return
         has_moved, has_averaged = deferred.flags()
-        if self._curvature.finish_refresh():
+        if self._curvature.finish_deferred_refresh(is_void=not has_averaged):
             notes = report.list_notes(self._curvature, self._has_skipped_statistics)
             self._info = replace(self._info, notes=notes)
         if deferred.takes_statistics and not has_averaged:

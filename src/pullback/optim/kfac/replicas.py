@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..._core.flags import Guard, checksum
+from ..._core.flags import checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
@@ -378,14 +378,6 @@ class Replicas:
         return SentSums(pool, sums, processes, device, owners)
 
     # --- averages ---------------------------------------------------------------------------------
-
-    def can_postpone_averages(self, guard: Guard) -> bool:
-        """Return whether averages take statistics up after the directions of a deferred step.
-
-        A direction that is not finite then voids the statistics as well. Several processes take
-        them up before the directions, once their gradients are known to be finite.
-        """
-        return guard.is_deferred and self.is_single
 
     def keeps_average(self, key: BlockKey) -> bool:
         """Return whether this process holds the average of a block."""

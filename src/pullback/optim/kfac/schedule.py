@@ -50,7 +50,7 @@ class Schedule:
 
     @property
     def should_refresh_again(self) -> bool:
-        """Whether the last step was rejected and asks for a refresh with another λ."""
+        """Whether a rejected step asks for a refresh: with another λ, or since it took none."""
         return bool(self.numbers["retry"])
 
     @should_refresh_again.setter

@@ -70,13 +70,13 @@ class StartedRefresh:
 
 
 @dataclass(frozen=True)
-class UnreadRefresh:
+class DeferredRefresh:
     """A refresh for which the host has not waited, and flags of the blocks that succeeded."""
 
     keys: Sequence[BlockKey]
     flags: DeferredFlags
 
-    def find_failed(self) -> list[BlockKey]:
+    def wait_for_failed_keys(self) -> list[BlockKey]:
         """Return the blocks that failed, after the device is done with all of them."""
         outcomes = zip(self.keys, self.flags.flags(), strict=True)
         return [key for key, has_succeeded in outcomes if not has_succeeded]
@@ -209,7 +209,7 @@ class BlockStates:
         keys: Sequence[BlockKey],
         damping: float,
         is_void: Tensor | None,
-    ) -> UnreadRefresh:
+    ) -> DeferredRefresh:
         """Refresh blocks that have states, by rules that need not wait for the device.
 
         The last state stays where the block fails, or where the flag `is_void` is 1.
@@ -225,11 +225,12 @@ class BlockStates:
             )
             for entry in zip(groups, stacks, checks, have_succeeded, strict=True):
                 group, stack, check, flags_of_stack = entry
-                check.refuse_undeclared_changes(len(flags_of_stack))
+                check.refuse_undeclared_changes(sum(b.shape.size[0] for b in stack.blocks))
+                check.refuse_other_shapes()
                 flags += _copy_successful(stack, flags_of_stack, is_void)
                 stack.release()
                 refreshed_keys += group
-        return UnreadRefresh(refreshed_keys, DeferredFlags(torch.stack(flags)))
+        return DeferredRefresh(refreshed_keys, DeferredFlags(torch.stack(flags)))
 
     def _divide_in_portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks that are refreshed together, large ones first."""
@@ -399,22 +400,24 @@ def _batch_stacks(stacks: Sequence[Stack], group_numbers: Mapping[str, int]) -> 
 def _copy_successful(stack: RefreshStack, flags: Tensor, is_void: Tensor | None) -> list[Tensor]:
     """Copy its part of a refreshed stack to each block that succeeded; return flags of blocks.
 
-    `flags` say which groups of the stack succeeded. Nothing is copied where `is_void` is 1.
+    A block succeeded where `flags`, of the stack's matrices, say so of all of its own. Nothing is
+    copied where `is_void` is 1.
     """
+    may_change = flags
+    if is_void is not None:
+        may_change = flags & (is_void == 0)
+    refreshed = stack.state.tensors()
+    names = [name for name in stack.state.refreshed_names() if name in refreshed]
     flags_of_blocks = []
     start = 0
     for block in stack.blocks:
         stop = start + block.shape.size[0]
-        has_succeeded = flags[start:stop].all()
-        may_change = has_succeeded
-        if is_void is not None:
-            may_change = has_succeeded & (is_void == 0)
-        old = block.state.tensors()
-        new = stack.state.tensors()
-        for name in [n for n in stack.state.refreshed_names() if n in new]:
-            old[name].copy_(torch.where(may_change, new[name][start:stop], old[name]))
-        block.note = ""
-        flags_of_blocks.append(has_succeeded)
+        own = block.state.tensors()
+        may_change_block = may_change[start:stop].all()
+        for name in names:
+            new = refreshed[name][start:stop]
+            own[name].copy_(torch.where(may_change_block, new, own[name]))
+        flags_of_blocks.append(flags[start:stop].all())
         start = stop
     return flags_of_blocks
 

@@ -29,7 +29,7 @@ from .factors.damping import refuse_reference
 from .replicas import Replicas, placeholder
 from .rules import FactorAverages, Rule, StepContext
 from .schedule import Schedule
-from .stacks import BlockStates, UnreadRefresh
+from .stacks import BlockStates, DeferredRefresh
 
 #: weights of the past below it would keep the round-off of what is forgotten
 _LEAST_EMA = 0.5
@@ -63,7 +63,7 @@ class KFACState:
     #: device and dtype of the model's parameters at the last step
     devices_and_dtypes: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
     #: a refresh for which the host has not waited yet
-    unread_refresh: UnreadRefresh | None = None
+    deferred_refresh: DeferredRefresh | None = None
     #: the weight of the past in averages
     ema: float = field(init=False)
 
@@ -241,7 +241,7 @@ class KFACState:
     def refresh(self, has_new_statistics: bool, guard: Guard) -> bool:
         """Refresh states when it is time, and make those that are missing; say if any changed.
 
-        Where the guard is deferred, `finish_refresh` is to be called before the next one.
+        Where the guard is deferred, `finish_deferred_refresh` is to be called before the next one.
         """
         is_due = has_new_statistics and self.schedule.is_refresh_step(
             self.schedule.statistics_count
@@ -254,7 +254,7 @@ class KFACState:
             return False
         refreshed = self.states.limit_first_refreshes(sorted(keys, key=lambda key: key.names))
         if guard.is_deferred:
-            self.unread_refresh = self.states.refresh_on_device(
+            self.deferred_refresh = self.states.refresh_on_device(
                 self.averages, refreshed, self.schedule.damping, guard.is_void
             )
         else:
@@ -266,16 +266,21 @@ class KFACState:
             self.states, self.averages, keys, self.schedule.damping, self.references
         )
 
-    def finish_refresh(self) -> bool:
-        """Refresh once more, and with a wait, what a deferred refresh left; say if it was any."""
-        unread = self.unread_refresh
-        self.unread_refresh = None
-        if unread is None:
+    def finish_deferred_refresh(self, *, is_void: bool = False) -> bool:
+        """Refresh, with a wait, the blocks that failed in a deferred refresh; say if there are any.
+
+        Where that refresh was void, all blocks have kept their last states and notes.
+        """
+        deferred = self.deferred_refresh
+        self.deferred_refresh = None
+        if deferred is None or is_void:
             return False
-        failed = unread.find_failed()
-        if failed:
-            self._refresh_now(failed)
-        return bool(failed)
+        failed_keys = deferred.wait_for_failed_keys()
+        for key in deferred.keys:
+            self.states.blocks[key].note = ""
+        if failed_keys:
+            self._refresh_now(failed_keys)
+        return bool(failed_keys)
 
     def stack(self, params: ModelParameters, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
@@ -423,11 +428,13 @@ class KFACState:
         return all(average.can_add_on_device(new) for average, new in pairs)
 
     def can_refresh_on_device(self) -> bool:
-        """Return whether a refresh need not wait for the device: one process, and such rules."""
+        """Return whether a refresh need not wait: one process, one device, and rules that can."""
         if not self.replicas.is_single or self.references is not None:
             return False
+        devices = {self.averages[key].mass.device for key in self.measured_keys}
         blocks = self.states.blocks
-        return all(blocks[key].rule.refreshes_on_device for key in self.measured_keys)
+        can_refresh = all(blocks[key].rule.refreshes_on_device for key in self.measured_keys)
+        return can_refresh and len(devices) == 1
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held, by what for."""

@@ -501,7 +501,10 @@ class Rule(ABC):
 
     @property
     def refreshes_on_device(self) -> bool:
-        """Whether there is a `refresh_on_device`, by which the host need not wait at all."""
+        """Whether there is a `refresh_on_device`: steps with a refresh then need no wait at all.
+
+        That is more than `refreshes_ahead`, which waits once, later in the same step.
+        """
         return False
 
     def refresh_on_device(
@@ -509,8 +512,8 @@ class Rule(ABC):
     ) -> list[Tensor]:
         """Refresh several stacks without a wait; return flags of the blocks that succeeded, (B,).
 
-        The caller keeps the last state of a block that failed, and refreshes it again by
-        `refresh_stacks` once the flags are known.
+        Refreshed tensors keep their shapes. The caller keeps the last state of a block that failed,
+        and refreshes it again by `refresh_stacks` at the next step, when its flag is known.
         """
         raise NotImplementedError
 
@@ -585,6 +588,20 @@ class StateCheck:
             elif self._is_replaced(name) or self._is_written(name):
                 why = f"refresh changed {name} of the state, which is not declared as refreshed"
                 remedy = f"Declare {name}: Tensor = field(metadata=REFRESHED)"
+                raise _make_class_error(self._rule, why, remedy)
+
+    def refuse_other_shapes(self) -> None:
+        """Raise where `refresh_on_device` changed a shape: a block that fails keeps its last state.
+
+        Whether it fails is not known when the states are copied.
+        """
+        for name in self._state.refreshed_names():
+            old = self._values.get(name)
+            new = getattr(self._state, name)
+            if isinstance(old, Tensor) and new.shape != old.shape:
+                shapes = f"{tuple(old.shape)} to {tuple(new.shape)}"
+                why = f"refresh_on_device changed the shape of {name} from {shapes}"
+                remedy = "Keep the shape, or let refreshes_on_device be False"
                 raise _make_class_error(self._rule, why, remedy)
 
     def refuse_replaced_tensors(self) -> None:

@@ -287,7 +287,7 @@ class Spectral(Rule):
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> Iterator[RefreshReport]:
         """Refresh all stacks; roots of one size are found together, by one wait for the device."""
-        if type(self).refresh is not Spectral.refresh:  # a subclass has its own, stack by stack
+        if self._has_own("refresh"):  # stack by stack
             return super().refresh_stacks(averages, states)
         return self._start_refresh(averages, states)
 
@@ -302,31 +302,35 @@ class Spectral(Rule):
     @property
     def refreshes_on_device(self) -> bool:
         """Whether the host need not wait: a subclass may have a refresh of its own that waits."""
-        has_own_refresh = (
-            type(self).refresh is not Spectral.refresh
-            or type(self).refresh_stacks is not Spectral.refresh_stacks
-        )
-        return self.whitening and not has_own_refresh
+        own = map(self._has_own, ("refresh", "refresh_stacks", "_start_refresh", "_finish_refresh"))
+        return self.whitening and not any(own)
+
+    def _has_own(self, method: str) -> bool:
+        """Return True if a subclass has overridden this method."""
+        return getattr(type(self), method) is not getattr(Spectral, method)
 
     def refresh_on_device(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> list[Tensor]:
-        """Set the inverse roots of all states, also those that did not converge; return flags."""
+        """Set the inverse roots of all states, also those that did not converge; return flags.
+
+        Of float64 on a GPU they come from an `eigh`, which waits.
+        """
         spectral_states = [state for state in states if isinstance(state, SpectralState)]
         factors_of_stacks = self._list_all_factors(averages, spectral_states)
         pending = start_roots(list(chain(*factors_of_stacks)), self.relative_damping)
-        stacks_of_roots = iter(pending.stacks)
+        remaining_stacks = iter(pending.stacks)
         flags_of_stacks = []
         for state, factors in zip(spectral_states, factors_of_stacks, strict=True):
-            roots = list(islice(stacks_of_roots, len(factors)))
-            self.set_roots(state, [one.roots for one in roots])
-            flags_of_stacks.append(torch.stack([one.has_converged for one in roots]).all(0))
+            stacks = list(islice(remaining_stacks, len(factors)))
+            self.set_roots(state, [stack.roots for stack in stacks])
+            flags_of_stacks.append(torch.stack([stack.has_converged for stack in stacks]).all(0))
         return flags_of_stacks
 
     def _list_all_factors(
         self, averages: Sequence[FactorAverages], states: Sequence[SpectralState]
     ) -> list[list[Tensor]]:
-        """Return the factors of every stack whose inverse roots its state holds."""
+        """Return the factors of each stack, in the order in which `set_roots` takes their roots."""
         pairs = zip(averages, states, strict=True)
         return [self.list_factors(stack, state) for stack, state in pairs]
 
