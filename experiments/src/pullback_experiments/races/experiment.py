@@ -39,6 +39,7 @@ class Entrant:
         fixed: whether it runs at `rate` without a search.
         seeds: it runs with these alone, where not with all of the race.
         shares: of the steps, for which it runs too if it is fixed, each with its own schedule.
+        shorter_seeds: of those runs, where not the ones that it has and that the race has for them.
         pace_of: the entrant whose steps cost as much, which is timed in its place.
         is_drawn: whether the figure shows it.
         is_even: whether its steps cost the same all along; otherwise a whole run is timed.
@@ -49,6 +50,7 @@ class Entrant:
     fixed: bool = False
     seeds: Sequence[int] | None = None
     shares: Sequence[float] = ()
+    shorter_seeds: Sequence[int] | None = None
     pace_of: str | None = None
     is_drawn: bool = True
     is_even: bool = True
@@ -154,6 +156,8 @@ class Race(Experiment):
 
     def _find_shorter_seeds(self, entrant: Entrant) -> Sequence[int] | None:
         """Return the seeds of an entrant's shorter runs: those that both it and these have."""
+        if entrant.shorter_seeds is not None:
+            return entrant.shorter_seeds
         if entrant.seeds is None or self.shorter_seeds is None:
             return entrant.seeds or self.shorter_seeds
         return [seed for seed in self.shorter_seeds if seed in entrant.seeds]

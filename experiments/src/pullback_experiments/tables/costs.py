@@ -150,7 +150,7 @@ def _list_entrants(name: str) -> Rows:
     losses, rates = (table["rows"] for table in record(name)["summary"]["tables"])
     tried: dict[str, list[str]] = {}
     for optimizer, rate, loss in rates:
-        tried.setdefault(optimizer, []).append(f"{rate}: {float(loss):.3f}")
+        tried.setdefault(optimizer, []).append(f"{rate}: {loss}")
     rows = []
     for optimizer, rate, steps, loss, _, _, ms, seeds in sorted(losses, key=_read_loss):
         if optimizer in _APART:
