@@ -943,9 +943,6 @@ class KFAC(Optimizer):
             self._curvature.finish_deferred_refresh()  # of a step that an exception ended
             return
         has_moved, has_averaged = deferred.flags()
-        if self._curvature.finish_deferred_refresh(is_void=not has_averaged):
-            notes = report.list_notes(self._curvature, self._has_skipped_statistics)
-            self._info = replace(self._info, notes=notes)
         if deferred.takes_statistics and not has_averaged:
             self._schedule.uncount_statistics()
             self._has_skipped_statistics = has_moved
@@ -958,6 +955,9 @@ class KFAC(Optimizer):
                 self._capture.clear_pool()  # what was gathered meanwhile is not due after all
             self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
             self._notices.warn_not_finite()
+        if self._curvature.finish_deferred_refresh(is_void=not has_averaged):
+            notes = report.list_notes(self._curvature, self._has_skipped_statistics)
+            self._info = replace(self._info, notes=notes)
 
     @contextmanager
     def _transaction(

@@ -412,11 +412,11 @@ def _copy_successful(stack: RefreshStack, flags: Tensor, is_void: Tensor | None)
     start = 0
     for block in stack.blocks:
         stop = start + block.shape.size[0]
-        own = block.state.tensors()
+        last = block.state.tensors()
         may_change_block = may_change[start:stop].all()
         for name in names:
             new = refreshed[name][start:stop]
-            own[name].copy_(torch.where(may_change_block, new, own[name]))
+            last[name].copy_(torch.where(may_change_block, new, last[name]))
         flags_of_blocks.append(flags[start:stop].all())
         start = stop
     return flags_of_blocks

@@ -202,6 +202,9 @@ class Spectral(Rule):
     refreshed_entries: ClassVar = 2**25
     #: declared by a class whose `direction` may be captured in a CUDA graph; not inherited
     has_fixed_operations: ClassVar = True
+    #: declared by a class whose `list_factors` gives one matrix for each of a stack's, and whose
+    #: `set_roots` replaces tensors by others of their shape; not inherited
+    has_fixed_refresh: ClassVar = True
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class Spectral(Rule):
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> Iterator[RefreshReport]:
         """Refresh all stacks; roots of one size are found together, by one wait for the device."""
-        if self._has_own("refresh"):  # stack by stack
+        if type(self).refresh is not Spectral.refresh:  # a subclass has its own, stack by stack
             return super().refresh_stacks(averages, states)
         return self._start_refresh(averages, states)
 
@@ -301,13 +304,8 @@ class Spectral(Rule):
 
     @property
     def refreshes_on_device(self) -> bool:
-        """Whether the host need not wait: a subclass may have a refresh of its own that waits."""
-        own = map(self._has_own, ("refresh", "refresh_stacks", "_start_refresh", "_finish_refresh"))
-        return self.whitening and not any(own)
-
-    def _has_own(self, method: str) -> bool:
-        """Return True if a subclass has overridden this method."""
-        return getattr(type(self), method) is not getattr(Spectral, method)
+        """Whether the host need not wait: the refresh of a subclass may."""
+        return self.whitening and "has_fixed_refresh" in vars(type(self))
 
     def refresh_on_device(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]

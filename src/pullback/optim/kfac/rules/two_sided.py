@@ -67,6 +67,7 @@ class TwoSided(Spectral):
     distinguishes_sides: ClassVar = True
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
     has_fixed_operations: ClassVar = True
+    has_fixed_refresh: ClassVar = True
 
     def __init__(
         self,
