@@ -344,6 +344,28 @@ def test_another_shape_is_refused(device: torch.device, monkeypatch: pytest.Monk
         take_step(opt, model, 1)
 
 
+def test_an_exception_after_a_refresh_leaves_nothing_behind(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_network(device)
+    opt = pb.KFAC(model, rule=Spectral(cuda_graph=False), **EVERY)
+    for i in range(2):
+        take_step(opt, model, i)
+
+    def fail(*args: Any) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spectral, "direction", fail)
+        with pytest.raises(MemoryError):
+            take_step(opt, model, 2)
+    assert opt._curvature.deferred_refresh is not None
+    deepcopy(opt)
+    assert opt._curvature.deferred_refresh is None
+    take_step(opt, model, 2)
+    assert opt.info.accepted
+
+
 def break_step(opt: pb.KFAC, model: nn.Module) -> None:
     """Take a step with a gradient that is not finite, and let the host see it."""
     take_step(opt, model, 4, is_broken=True)

@@ -940,7 +940,8 @@ class KFAC(Optimizer):
         deferred = self._deferred_flags
         self._deferred_flags = None
         if deferred is None:
-            self._curvature.finish_deferred_refresh()  # of a step that an exception ended
+            if self._curvature.deferred_refresh is not None:  # of a step that an exception ended
+                self._curvature.finish_deferred_refresh()
             return
         has_moved, has_averaged = deferred.flags()
         if deferred.takes_statistics and not has_averaged:
