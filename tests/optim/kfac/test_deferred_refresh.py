@@ -19,7 +19,7 @@ import pullback as pb
 from pullback.grams.kronecker.packed_matrix import get_entries
 from pullback.optim.kfac import Spectral, TwoSided
 from pullback.optim.kfac.rules import spectral
-from pullback.optim.kfac.rules.spectral import PendingRoots
+from pullback.optim.kfac.rules.spectral import PendingRoots, start_roots
 from pullback.optim.kfac.stacks import BlockStates
 from pullback.optim.kfac.state import KFACState
 
@@ -98,6 +98,31 @@ def vector(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def start_training(name: str, device: torch.device, *, steps: int) -> tuple[nn.Module, pb.KFAC]:
+    model = make_network(device)
+    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
+    for i in range(steps):
+        take_step(opt, model, i)
+    return model, opt
+
+
+def fail_all_roots(factors: Any, damping: float) -> PendingRoots:
+    """Stand for `start_roots`, where nothing converges."""
+    pending = start_roots(factors, damping)
+    for stack in pending.stacks:
+        stack.roots.fill_(torch.nan)
+        stack.has_converged.fill_(False)
+    return pending
+
+
+def fail_roots_of_outputs(factors: Any, damping: float) -> PendingRoots:
+    """Stand for `start_roots` of the two-sided rule, where every other factor is of outputs."""
+    pending = start_roots(factors, damping)
+    for stack in pending.stacks[1::2]:
+        stack.has_converged.fill_(False)
+    return pending
+
+
 def get_blocks(opt: pb.KFAC) -> list[Any]:
     return list(opt.blocks.states.blocks.values())
 
@@ -108,10 +133,7 @@ def get_roots(opt: pb.KFAC) -> dict[Any, Tensor]:
 
 
 def train(name: str, device: torch.device, steps: int = 9) -> tuple[Tensor, dict[Any, Tensor]]:
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    for i in range(steps):
-        take_step(opt, model, i)
+    model, opt = start_training(name, device, steps=steps)
     return vector(model), get_roots(opt)
 
 
@@ -134,22 +156,10 @@ def test_steps_are_those_of_refreshes_that_wait(
 def test_a_root_that_fails_is_found_again_before_the_next_step(
     name: str, device: torch.device, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    for i in range(2):
-        take_step(opt, model, i)
+    model, opt = start_training(name, device, steps=2)
     old = get_roots(opt)
-    start = spectral.start_roots
-
-    def fail(factors: Any, damping: float) -> PendingRoots:
-        pending = start(factors, damping)
-        for stack in pending.stacks:
-            stack.roots.fill_(torch.nan)
-            stack.has_converged.fill_(False)
-        return pending
-
     with monkeypatch.context() as patch:
-        patch.setattr(spectral, "start_roots", fail)
+        patch.setattr(spectral, "start_roots", fail_all_roots)
         take_step(opt, model, 2)
     assert spy.count == 2
     blocks = opt._curvature.states.blocks
@@ -166,10 +176,7 @@ def test_a_root_that_fails_is_found_again_before_the_next_step(
 def test_a_root_that_fails_twice_is_noted(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    for i in range(2):
-        take_step(opt, model, i)
+    model, opt = start_training(name, device, steps=2)
     old = get_roots(opt)
     find = spectral.inverse_roots
 
@@ -195,10 +202,7 @@ def test_a_void_step_changes_neither_parameters_nor_state(
     name: str, device: torch.device, spy: Spy
 ) -> None:
     """At step 4, where averages hold statistics that the roots of step 2 have not seen."""
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    for i in range(4):
-        take_step(opt, model, i)
+    model, opt = start_training(name, device, steps=4)
     before = vector(model)
     state = deepcopy(opt.state_dict()["state"])
     with pytest.warns(RuntimeWarning, match="not finite"):
@@ -252,10 +256,7 @@ def test_a_void_refresh_that_is_not_read_comes_soon_after(
 def test_statistics_that_are_not_finite_do_not_count(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule(name, device), **EVERY)
-    for i in range(4):
-        take_step(opt, model, i)
+    model, opt = start_training(name, device, steps=4)
     roots = get_roots(opt)
     counted = opt._schedule.statistics_count
     collect = pb.KFAC._collect_statistics
@@ -282,22 +283,11 @@ def test_a_void_refresh_keeps_notes_and_roots(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where roots would have failed."""
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule("spectral", device), **EVERY)
-    for i in range(4):
-        take_step(opt, model, i)
+    model, opt = start_training("spectral", device, steps=4)
     for block in get_blocks(opt):
         block.note = "an old note"
     roots = get_roots(opt)
-    start = spectral.start_roots
-
-    def fail(factors: Any, damping: float) -> PendingRoots:
-        pending = start(factors, damping)
-        for stack in pending.stacks:
-            stack.has_converged.fill_(False)
-        return pending
-
-    monkeypatch.setattr(spectral, "start_roots", fail)
+    monkeypatch.setattr(spectral, "start_roots", fail_all_roots)
     with pytest.warns(RuntimeWarning, match="not finite"):
         break_step(opt, model)
     new = get_roots(opt)
@@ -307,21 +297,10 @@ def test_a_void_refresh_keeps_notes_and_roots(
 
 def test_one_of_two_roots_that_fails(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of a block keep their last roots, and are found again."""
-    model = make_network(device)
-    opt = pb.KFAC(model, rule=make_rule("two-sided", device), **EVERY)
-    for i in range(2):
-        take_step(opt, model, i)
+    model, opt = start_training("two-sided", device, steps=2)
     old = [b.state.output_root.clone() for b in get_blocks(opt) if hasattr(b.state, "output_root")]
-    start = spectral.start_roots
-
-    def fail_every_other(factors: Any, damping: float) -> PendingRoots:
-        pending = start(factors, damping)
-        for stack in pending.stacks[1::2]:  # of outputs
-            stack.has_converged.fill_(False)
-        return pending
-
     with monkeypatch.context() as patch:
-        patch.setattr(spectral, "start_roots", fail_every_other)
+        patch.setattr(spectral, "start_roots", fail_roots_of_outputs)
         take_step(opt, model, 2)
     blocks = opt._curvature.states.blocks.values()
     unread = [b.state.output_root for b in blocks if hasattr(b.state, "output_root")]

@@ -782,8 +782,8 @@ class KFAC(Optimizer):
         if not pending.is_averaged:
             self._has_skipped_statistics = True
             return
-        is_rare = pending.leads_to_refresh or not pending.guard.is_deferred
-        if is_rare and self.rule.reads is not Statistics.INPUTS:
+        looks_for_unmeasured = pending.leads_to_refresh or not pending.guard.is_deferred
+        if looks_for_unmeasured and self.rule.reads is not Statistics.INPUTS:
             without_block = {*self._assignment.elementwise, *self._capture.structure.diagonals}
             self._notices.warn_unmeasured(self._curvature, gradients, without_block)
 

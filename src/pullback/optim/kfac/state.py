@@ -241,7 +241,7 @@ class KFACState:
     def refresh(self, has_new_statistics: bool, guard: Guard) -> bool:
         """Refresh states when it is time, and make those that are missing; say if any changed.
 
-        Where the guard is deferred, `finish_deferred_refresh` is to be called before the next one.
+        Where the guard is deferred, `finish_deferred_refresh` is to be called before the next step.
         """
         is_due = has_new_statistics and self.schedule.is_refresh_step(
             self.schedule.statistics_count
