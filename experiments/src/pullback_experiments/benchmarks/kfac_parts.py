@@ -3,7 +3,7 @@
     pullback bench kfac-parts [--device cuda] [--repeats 3] [--only NAME ...] [--out FILE]
 
 All variants take turns with the baseline. Of the natural rule single steps are timed, and of the
-spectral rule whole cycles of twenty. A part is worth its code if the natural step by the schedule
+spectral rule whole cycles of twenty, beside Muon in its place. A part is worth its code if the natural step by the schedule
 10/100, or the spectral step on average, is at least 3 % longer without it, or the peak memory
 larger. On a CPU no part is in use, and the ratios show the noise.
 """
@@ -13,12 +13,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import pullback as pb
 from pullback.grams.kronecker import cholesky_inverse
@@ -28,6 +30,7 @@ from pullback.optim.kfac.state import KFACState
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import compare, measure_kernel_seconds, peak_bytes, synchronize
+from ..races import optimizers
 from .kfac import IN_A_ROW, NEVER, SCHEDULES, STILL, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
@@ -46,6 +49,8 @@ STEP_TYPES = {"plain": (NEVER, NEVER), "inversion": (1, 1)}
 STATISTICS = (1, NEVER)
 SCHEDULE = "10/100"
 BASELINE = "baseline"
+#: the races' own, which handles matrices of one shape together; AdamW takes the rest
+MUON = "Muon in its place"
 #: steps of the spectral rule from one refresh to the next
 CYCLE = {"cpu": 2, "cuda": 20}
 
@@ -108,15 +113,37 @@ def make_spectral(model: nn.Module) -> pb.KFAC:
     return pb.KFAC(model, lr=STILL, rule=Spectral(cuda_graph=True))
 
 
+@dataclass(frozen=True)
+class OptimizersInTurn:
+    """Optimizers that share the parameters of a model, and step one after the other."""
+
+    optimizers: Sequence[Optimizer]
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Move all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def make_muon(model: nn.Module) -> OptimizersInTurn:
+    """Return Muon for hidden matrices and AdamW for the rest, at a rate of almost zero."""
+    return OptimizersInTurn(optimizers.muon(model, STILL, {"weight_decay": 0.0}))
+
+
 def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Return, for the baseline, all parts and without each, milliseconds of a step and memory.
+    """Return, for the baseline, Muon, all parts and without each, a step's milliseconds and memory.
 
     Beside the wall time, an average over a cycle, stand the device's own, and how often the host
     calls the device in a plain step.
     """
     cycle = CYCLE[bench.device.type]
-    steps = {BASELINE: bench.route(bench.baseline)}
-    makers: dict[str, Any] = {BASELINE: (None, bench.baseline)}
+    steps = {BASELINE: bench.route(bench.baseline), MUON: bench.route(make_muon)}
+    makers: dict[str, Any] = {BASELINE: (None, bench.baseline), MUON: (None, make_muon)}
     for part in (None, *SPECTRAL_PARTS):
         makers[describe_variant(part)] = (part, make_spectral)
         steps[describe_variant(part)] = run_without(part, bench.route(make_spectral))

@@ -39,6 +39,8 @@ _FIVE = (0, 1, 2, 3, 4)
 
 _OURS = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.8,))
 _TWO_SIDED = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,))
+#: refreshed more often at first, with less damping
+_WARM_UP = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,), shorter_seeds=_FIVE, is_even=False)
 #: refreshed twice as often, and more often still at first
 _OFTEN = Entrant(_DEFAULT_RATE, fixed=True, shares=(0.85,), is_even=False)
 #: whether the default rate carries from one size to another
@@ -50,6 +52,7 @@ _OTHER_RATES = {
 TEXT = {
     "kfac": replace(_OURS, shorter_seeds=_FIVE),
     "kfac-two-sided": _TWO_SIDED,
+    "kfac-two-sided-warm-up": _WARM_UP,
     "kfac-gentle-start": Entrant(_DEFAULT_RATE, fixed=True, pace_of="kfac", is_drawn=False),
     "kfac-two-sided-gentle-start": replace(
         _TWO_SIDED, shorter_seeds=_FIVE, pace_of="kfac-two-sided", is_drawn=False
@@ -103,7 +106,9 @@ LARGEST = {
     "normuon-0.9-half": Entrant(2e-3),
     "normuon-0.9-muon-length": Entrant(4e-3, pace_of="normuon-0.9-half"),
     "muon-0.9-half": Entrant(2e-3),
-    "muon-half": Entrant(2e-3, seeds=_ONE, pace_of="muon-0.9-half"),
+    "normuon-muon-length": Entrant(2e-3, pace_of="normuon-0.9-half"),
+    "muon-half": Entrant(2e-3, pace_of="muon-0.9-half"),
+    "adamw": Entrant(1e-3),
     **_OTHER_RATES,
 }
 SHORT = {

@@ -173,6 +173,7 @@ _NAMES = {
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
     "kfac-two-sided": "K-FAC, two-sided",
+    "kfac-two-sided-warm-up": "K-FAC, two-sided, warm-up",
     "kfac-two-sided-often": "K-FAC, two-sided, refreshed often",
     "kfac-two-sided-often-gentle-start": "K-FAC, two-sided, gentle start, refreshed often",
     "kfac-gentle-start": "K-FAC, gentle start",

@@ -181,6 +181,7 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
     "kfac-two-sided": two_sided,
+    "kfac-two-sided-warm-up": _preset(two_sided, rule_warmup=10, damping=0.05),
     "kfac-two-sided-often": _preset(two_sided, rule_warmup=20, statistics_every=5, invert_every=10),
     "kfac-two-sided-often-gentle-start": _preset(
         two_sided, rule_gentle_start=True, rule_warmup=20, statistics_every=5, invert_every=10
