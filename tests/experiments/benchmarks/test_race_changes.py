@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pullback_experiments.benchmarks.race_changes import (
+    ALL_ROWS,
     LEAST_GAIN,
     LR,
-    ROWS,
     UNCHANGED,
     ChangeRun,
     _select_paying,
@@ -16,12 +16,12 @@ from pullback_experiments.races.networks import Decoder
 from pullback_experiments.races.tasks import VOCABULARY
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ALL_ROWS)
 def test_every_row_takes_a_step(row: str) -> None:
     torch.manual_seed(0)
     model = Decoder(VOCABULARY, length=8, width=16, depth=1, heads=2)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizers = ROWS[row](model, LR, {})
+    optimizers = ALL_ROWS[row](model, LR, {})
     texts = torch.randint(VOCABULARY, (2, 9))
     cross_entropy(model(texts[:, :-1]), texts[:, 1:]).backward()
     for optimizer in optimizers:

@@ -1,9 +1,11 @@
 """Which changes of `KFAC(model)` pay: the race on text with one change at a time, seed by seed.
 
     pullback bench race-changes [--device cuda] [--task text] [--steps 640] [--seeds 0 1 2]
-    pullback bench race-changes --only "output factor too" --workers 6
+    pullback bench race-changes --only unchanged "output factor too" --workers 6
+    pullback bench race-changes --two-sided --steps 680
 
-Every run has the default rate, the same batches and the same schedule as the unchanged optimizer.
+Every run has the default rate, the same batches and the same schedule as the unchanged optimizer,
+which is the two-sided rule with `--two-sided`, and `KFAC(model)` otherwise.
 A change pays if it lowers the held-out loss by at least 0.003 on every seed; one that does not has
 no run on the next seed. Losses alone are recorded: runs share the device. Rows of NorMuon are
 rivals with other rates for what AdamW takes.
@@ -40,7 +42,7 @@ from ..framework.benchmark import (
 )
 from ..framework.environment import environment
 from ..framework.timing import describe_machine
-from ..races import optimizers
+from ..races import optimizers, two_sided_changes
 from ..races.loop import run
 from ..races.tasks import TASKS, VOCABULARY
 
@@ -266,6 +268,7 @@ ROWS: dict[str, optimizers.Build] = {
     "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
     "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
     "refresh denser at first": _kfac(partial(Spectral, warmup=20)),
+    "refresh denser at first, damping 0.05": _kfac(partial(Spectral, warmup=20, damping=0.05)),
     "damping 0.05": _kfac(partial(Spectral, damping=0.05)),
     "damping 0.02": _kfac(partial(Spectral, damping=0.02)),
     "input factor on the head": _kfac(WhitenedHead),
@@ -282,6 +285,8 @@ ROWS: dict[str, optimizers.Build] = {
     "NorMuon 0.016, AdamW at half its rate": _normuon(1.6e-2, 0.5),
     "NorMuon 0.016, AdamW at a quarter of its rate": _normuon(1.6e-2, 0.25),
 }
+TWO_SIDED_ROWS = {two_sided_changes.UNCHANGED: _kfac(TwoSided), **two_sided_changes.ROWS}
+ALL_ROWS = ROWS | TWO_SIDED_ROWS
 
 
 @dataclass(frozen=True)
@@ -302,7 +307,7 @@ class ChangeRun:
     def train(self) -> dict[str, Any]:
         """Train once, and return the losses."""
         torch.set_num_threads(1)
-        optimizers.OPTIMIZERS[self.row] = ROWS[self.row]
+        optimizers.OPTIMIZERS[self.row] = ALL_ROWS[self.row]
         task = TASKS[self.task]
         device = torch.device(self.device)
         record = run(task, self.row, LR, seed=self.seed, device=device, steps=self.steps)
@@ -316,15 +321,22 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--steps", type=parse_count, default=640)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=parse_count, default=1)
-    parser.add_argument("--only", nargs="+", default=list(ROWS), metavar="ROW")
+    parser.add_argument("--two-sided", action="store_true", help="changes of the two-sided rule")
+    parser.add_argument("--only", nargs="+", default=None, metavar="ROW")
     parser.add_argument("--out", type=Path, default=RESULTS / "race-changes.json")
     asked = parser.parse_args(arguments)
     refuse_unknown_names("task", [asked.task], TASKS)
-    refuse_unknown_names("row", asked.only, ROWS)
+    unchanged = UNCHANGED
+    rows = list(ROWS)
+    if asked.two_sided:
+        unchanged = two_sided_changes.UNCHANGED
+        rows = list(TWO_SIDED_ROWS)
+    if asked.only is not None:
+        rows = asked.only
+    refuse_unknown_names("row", rows, ALL_ROWS)
     machine = describe_machine(torch.device(asked.device))
     about = {"environment": machine, "task": asked.task, "steps": asked.steps, "lr": LR}
     record = Record(asked.out, about, environment=environment(asked.device))
-    rows = asked.only
     failures = 0
     count = 0
     for seed in asked.seeds:
@@ -336,17 +348,19 @@ def main(arguments: Sequence[str] = ()) -> None:
             record.put(finished.name, result)
             count += 1
             failures += "error" in result
-        rows = _select_paying(runs, record.results)
+        rows = _select_paying(runs, record.results, unchanged)
     exit_if_failed(failures, count)
 
 
-def _select_paying(runs: Sequence[ChangeRun], results: Mapping[str, Any]) -> list[str]:
+def _select_paying(
+    runs: Sequence[ChangeRun], results: Mapping[str, Any], unchanged: str = UNCHANGED
+) -> list[str]:
     """Return the rows of one seed that gain enough on the unchanged one, and that one."""
     finals = {one.row: results[one.name].get("final", inf) for one in runs}
-    unchanged = finals.get(UNCHANGED, inf)
+    level = finals.get(unchanged, inf)
     rows = []
     for row, final in finals.items():
-        if row == UNCHANGED or final <= unchanged - LEAST_GAIN:
+        if row == unchanged or final <= level - LEAST_GAIN:
             rows.append(row)
     return rows
 
