@@ -20,7 +20,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,6 @@ STILL = 1e-30  # a rate that moves no parameter; a step with rates of zero asks 
 SCHEDULES = {"every step": (1, 1), "10/100": (10, 100), "25/250": (25, 250)}
 RULES = ("eigenbasis", "spectral")
 IN_A_ROW = {"cpu": 1, "cuda": 4}
-
-
-class TrainingStep(Protocol):
-    """What a training step asks of an optimizer."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        ...
-
-    def step(self) -> Any:
-        """Move the parameters."""
-        ...
 
 
 class Bench:
@@ -73,7 +61,7 @@ class Bench:
         with amp:
             return model(self.x)
 
-    def route(self, make: Callable[[nn.Module], TrainingStep]) -> Callable[[], Any]:
+    def route(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], Any]:
         model = copy.deepcopy(self.model)
         optimizer = make(model)
 

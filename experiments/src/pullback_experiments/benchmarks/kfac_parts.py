@@ -3,9 +3,10 @@
     pullback bench kfac-parts [--device cuda] [--repeats 3] [--only NAME ...] [--out FILE]
 
 All variants take turns with the baseline. Of the natural rule single steps are timed, and of the
-spectral rule whole cycles of twenty, beside Muon in its place. A part is worth its code if the natural step by the schedule
-10/100, or the spectral step on average, is at least 3 % longer without it, or the peak memory
-larger. On a CPU no part is in use, and the ratios show the noise.
+spectral rule whole cycles of twenty; of a transformer also Muon's steps. A part is worth its code
+if the natural step by the schedule 10/100, or the spectral step on average, is at least 3 % longer
+without it, or the peak memory larger. On a CPU no part is in use, and ratios of variants show the
+noise.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import pullback as pb
 from pullback.grams.kronecker import cholesky_inverse
@@ -33,6 +32,8 @@ from ..framework.timing import compare, measure_kernel_seconds, peak_bytes, sync
 from ..races import optimizers
 from .kfac import IN_A_ROW, NEVER, SCHEDULES, STILL, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
+from .kfac_models import GPT
+from .small_tasks import Together
 
 #: parts of the natural rule, with the module or class and the test by which each is chosen
 NATURAL_PARTS = {
@@ -49,8 +50,8 @@ STEP_TYPES = {"plain": (NEVER, NEVER), "inversion": (1, 1)}
 STATISTICS = (1, NEVER)
 SCHEDULE = "10/100"
 BASELINE = "baseline"
-#: the races' own, which handles matrices of one shape together; AdamW takes the rest
-MUON = "Muon in its place"
+#: of a transformer, beside the variants of the spectral rule
+MUON = "Muon"
 #: steps of the spectral rule from one refresh to the next
 CYCLE = {"cpu": 2, "cuda": 20}
 
@@ -113,37 +114,28 @@ def make_spectral(model: nn.Module) -> pb.KFAC:
     return pb.KFAC(model, lr=STILL, rule=Spectral(cuda_graph=True))
 
 
-@dataclass(frozen=True)
-class OptimizersInTurn:
-    """Optimizers that share the parameters of a model, and step one after the other."""
+def make_muon(model: nn.Module) -> Together:
+    """Return the races' Muon, at a rate of almost zero, and AdamW for tables and the head.
 
-    optimizers: Sequence[Optimizer]
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        """Move all parameters."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-def make_muon(model: nn.Module) -> OptimizersInTurn:
-    """Return Muon for hidden matrices and AdamW for the rest, at a rate of almost zero."""
-    return OptimizersInTurn(optimizers.muon(model, STILL, {"weight_decay": 0.0}))
+    It handles matrices of one shape together, and knows hidden ones by the names of a transformer.
+    """
+    return Together(optimizers.muon(model, STILL, {"weight_decay": 0.0}))
 
 
 def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Return, for the baseline, Muon, all parts and without each, a step's milliseconds and memory.
+    """Return milliseconds and memory of a step, and its time over the baseline's.
 
+    They are those of the baseline, of Muon if the model is a transformer, and of the spectral rule
+    with all parts and without each.
     Beside the wall time, an average over a cycle, stand the device's own, and how often the host
     calls the device in a plain step.
     """
     cycle = CYCLE[bench.device.type]
-    steps = {BASELINE: bench.route(bench.baseline), MUON: bench.route(make_muon)}
-    makers: dict[str, Any] = {BASELINE: (None, bench.baseline), MUON: (None, make_muon)}
+    steps = {BASELINE: bench.route(bench.baseline)}
+    makers: dict[str, Any] = {BASELINE: (None, bench.baseline)}
+    if isinstance(bench.model, GPT):
+        steps[MUON] = bench.route(make_muon)
+        makers[MUON] = (None, make_muon)
     for part in (None, *SPECTRAL_PARTS):
         makers[describe_variant(part)] = (part, make_spectral)
         steps[describe_variant(part)] = run_without(part, bench.route(make_spectral))
@@ -165,7 +157,14 @@ def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
     for label, (part, make) in makers.items():
         run = run_without(part, repeat_step(bench.route(make), 12))
         results[label]["MiB"] = measure_memory(run, bench.device)
-    return {f"spectral, {label}": numbers for label, numbers in results.items()}
+    return {_name_result(label): numbers for label, numbers in results.items()}
+
+
+def _name_result(label: str) -> str:
+    """Return the name in the record of a variant of the spectral rule, or of Muon."""
+    if label == MUON:
+        return label
+    return f"spectral, {label}"
 
 
 def count_launches(run: Callable[[], Any], device: torch.device) -> int:
