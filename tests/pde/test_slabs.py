@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -249,14 +251,19 @@ def test_automatic_slabs_end_when_asked() -> None:
     assert none(torch.rand(5, 2).double()).shape == (5, 1)
 
 
-def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_automatic_slabs_reach_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slabs that were given up are given up again, from their checkpoints."""
     options: dict[str, Any] = {"steps": 4, "tol": None, "points": 16}
     whole = automatic(rotation(6.0), **options)
     path = tmp_path / "run.pt"
-    for _ in range(2):
-        resumed = automatic(rotation(6.0), checkpoint=path, budget=0.1, **options)
-        assert "the budget" in resumed.stopped
+    readings = count()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: float(next(readings)))
+        for _ in range(2):
+            resumed = automatic(rotation(6.0), checkpoint=path, budget=5.0, **options)
+            assert "the budget" in resumed.stopped
     resumed = automatic(rotation(6.0), checkpoint=path, **options)
     resumed_state = resumed.network.state_dict()
     whole_state = whole.network.state_dict()
