@@ -2,7 +2,7 @@
 
     pullback bench race-changes [--device cuda] [--task text] [--steps 640] [--seeds 0 1 2]
     pullback bench race-changes --only unchanged "output factor too" --workers 6
-    pullback bench race-changes --two-sided --steps 680
+    pullback bench race-changes --two-sided [--steps 680]
 
 Every run has the default rate, the same batches and the same schedule as the unchanged optimizer,
 which is the two-sided rule with `--two-sided`, and `KFAC(model)` otherwise.
@@ -290,6 +290,29 @@ ALL_ROWS = ROWS | TWO_SIDED_ROWS
 
 
 @dataclass(frozen=True)
+class Study:
+    """Changes of one optimizer.
+
+    Attributes:
+        unchanged: the row by which the others are judged.
+        rows: all of them.
+        steps: of a run, if not said otherwise.
+        record: the file's name, without its ending.
+    """
+
+    unchanged: str
+    rows: Sequence[str]
+    steps: int
+    record: str
+
+
+DEFAULT_STUDY = Study(UNCHANGED, list(ROWS), 640, "race-changes")
+TWO_SIDED_STUDY = Study(
+    two_sided_changes.UNCHANGED, list(TWO_SIDED_ROWS), 680, "race-changes-two-sided"
+)
+
+
+@dataclass(frozen=True)
 class ChangeRun:
     """One run of a row."""
 
@@ -318,29 +341,28 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__file__, __doc__)
     parser.add_argument("--device", type=parse_device, default="cpu")
     parser.add_argument("--task", default="text")
-    parser.add_argument("--steps", type=parse_count, default=640)
+    parser.add_argument("--steps", type=parse_count, default=None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=parse_count, default=1)
     parser.add_argument("--two-sided", action="store_true", help="changes of the two-sided rule")
     parser.add_argument("--only", nargs="+", default=None, metavar="ROW")
-    parser.add_argument("--out", type=Path, default=RESULTS / "race-changes.json")
+    parser.add_argument("--out", type=Path, default=None)
     asked = parser.parse_args(arguments)
-    refuse_unknown_names("task", [asked.task], TASKS)
-    unchanged = UNCHANGED
-    rows = list(ROWS)
+    study = DEFAULT_STUDY
     if asked.two_sided:
-        unchanged = two_sided_changes.UNCHANGED
-        rows = list(TWO_SIDED_ROWS)
-    if asked.only is not None:
-        rows = asked.only
+        study = TWO_SIDED_STUDY
+    rows = asked.only or study.rows
+    refuse_unknown_names("task", [asked.task], TASKS)
     refuse_unknown_names("row", rows, ALL_ROWS)
+    steps = asked.steps or study.steps
+    out = asked.out or RESULTS / f"{study.record}.json"
     machine = describe_machine(torch.device(asked.device))
-    about = {"environment": machine, "task": asked.task, "steps": asked.steps, "lr": LR}
-    record = Record(asked.out, about, environment=environment(asked.device))
+    about = {"environment": machine, "task": asked.task, "steps": steps, "lr": LR}
+    record = Record(out, about, environment=environment(asked.device))
     failures = 0
     count = 0
     for seed in asked.seeds:
-        runs = [ChangeRun(row, asked.task, asked.steps, seed, asked.device) for row in rows]
+        runs = [ChangeRun(row, asked.task, steps, seed, asked.device) for row in rows]
         missing = [one for one in runs if "final" not in record.results.get(one.name, {})]
         for finished, result in _train_all(missing, asked.workers):
             outcome = result.get("final", result.get("error"))
@@ -348,7 +370,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             record.put(finished.name, result)
             count += 1
             failures += "error" in result
-        rows = _select_paying(runs, record.results, unchanged)
+        rows = _select_paying(runs, record.results, study.unchanged)
     exit_if_failed(failures, count)
 
 
