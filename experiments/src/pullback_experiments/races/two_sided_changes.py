@@ -54,7 +54,7 @@ class WholePowerInputs(TwoSided):
 
     def set_roots(self, state: SpectralState, roots: Sequence[Tensor]) -> None:
         input_root, *output_roots = roots
-        super().set_roots(state, [square_root_matrix(input_root), *output_roots])
+        super().set_roots(state, [square_keeping_norm(input_root), *output_roots])
 
 
 class WholePowers(TwoSided):
@@ -63,10 +63,10 @@ class WholePowers(TwoSided):
     name: ClassVar = "whole-powers"
 
     def set_roots(self, state: SpectralState, roots: Sequence[Tensor]) -> None:
-        super().set_roots(state, [square_root_matrix(root) for root in roots])
+        super().set_roots(state, [square_keeping_norm(root) for root in roots])
 
 
-def square_root_matrix(root: Tensor) -> Tensor:
+def square_keeping_norm(root: Tensor) -> Tensor:
     """Return Z², as large as the root Z, (B, n, n); a diagonal, (B, n), stays as it is."""
     if root.ndim < 3:
         return root
@@ -125,7 +125,7 @@ def _change_decay(weight_decay: float, **options: Any) -> Build:
     return build
 
 
-_WARM = partial(_change_options, warmup=20)
+_change_with_warm_up = partial(_change_options, warmup=20)
 _EVERY_STEP = {"statistics_every": 1, "invert_every": 1}
 
 _ROWS: dict[str, Build] = {
@@ -139,7 +139,7 @@ _ROWS: dict[str, Build] = {
     "AdamW's betas (0.8, 0.95)": _change_options(others=AdamW((0.8, 0.95))),
     "AdamW's betas (0.9, 0.98)": _change_options(others=AdamW((0.9, 0.98))),
     # when statistics are taken
-    "warmup=20": _WARM(),
+    "warmup=20": _change_with_warm_up(),
     "warmup=40": _change_options(warmup=40),
     "warmup=100": _change_options(warmup=100),
     "warmup=40, ema=0.9": _change_options(warmup=40, estimation=Estimation(ema=0.9)),
@@ -150,28 +150,28 @@ _ROWS: dict[str, Build] = {
     "statistics_every=2, invert_every=10, ema=0.95": _change_options(
         schedule={"statistics_every": 2, "invert_every": 10}, estimation=Estimation(ema=0.95)
     ),
-    "warmup=20, statistics_every=5, invert_every=5": _WARM(
+    "warmup=20, statistics_every=5, invert_every=5": _change_with_warm_up(
         schedule={"statistics_every": 5, "invert_every": 5}
     ),
     # both
     "warmup=5, damping=0.05": _change_options(warmup=5, damping=0.05),
     "warmup=10, damping=0.05": _change_options(warmup=10, damping=0.05),
-    "warmup=20, damping=0.05": _WARM(damping=0.05),
-    "warmup=20, damping=0.02": _WARM(damping=0.02),
-    "warmup=20, damping=0.05, statistics_every=5, invert_every=10": _WARM(
+    "warmup=20, damping=0.05": _change_with_warm_up(damping=0.05),
+    "warmup=20, damping=0.02": _change_with_warm_up(damping=0.02),
+    "warmup=20, damping=0.05, statistics_every=5, invert_every=10": _change_with_warm_up(
         damping=0.05, schedule={"statistics_every": 5, "invert_every": 10}
     ),
-    "warmup=20, momentum=0.8": _WARM(momentum=0.8),
-    "warmup=20, momentum=0.9": _WARM(momentum=0.9),
-    "warmup=20, fisher='mc'": _WARM(estimation=Estimation(fisher="mc")),
-    "warmup=20, AdamW's betas (0.9, 0.98)": _WARM(others=AdamW((0.9, 0.98))),
+    "warmup=20, momentum=0.8": _change_with_warm_up(momentum=0.8),
+    "warmup=20, momentum=0.9": _change_with_warm_up(momentum=0.9),
+    "warmup=20, fisher='mc'": _change_with_warm_up(estimation=Estimation(fisher="mc")),
+    "warmup=20, AdamW's betas (0.9, 0.98)": _change_with_warm_up(others=AdamW((0.9, 0.98))),
     # other powers and lengths
     "C to the power -1": _change_options(WholePowerInputs),
     "C and R to the power -1": _change_options(WholePowers),
     "length by the root of the agreement": _change_options(RootLengthTwoSided),
-    "warmup=20, C to the power -1": _WARM(WholePowerInputs),
-    "warmup=20, length by the root of the agreement": _WARM(RootLengthTwoSided),
-    "warmup=20, damping=0.05, length by the root of the agreement": _WARM(
+    "warmup=20, C to the power -1": _change_with_warm_up(WholePowerInputs),
+    "warmup=20, length by the root of the agreement": _change_with_warm_up(RootLengthTwoSided),
+    "warmup=20, damping=0.05, length by the root of the agreement": _change_with_warm_up(
         RootLengthTwoSided, damping=0.05
     ),
     # rates and decay
