@@ -239,24 +239,6 @@ ROWS: dict[str, optimizers.Build] = {
     ),
     "output factor too, AdamW at the whole rate": _kfac(_two_sided(others=AdamW())),
     "the two-sided rule": _kfac(TwoSided),
-    "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
-    "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
-    "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
-    "the two-sided rule, no gentle start": _kfac(partial(TwoSided, gentle_start=False)),
-    "the two-sided rule, gentle start": _kfac(partial(TwoSided, gentle_start=True)),
-    "the two-sided rule, gentle start, squares not corrected": _kfac(
-        partial(UncorrectedTwoSided, gentle_start=True)
-    ),
-    "the two-sided rule, gentle start, steps of full length": _kfac(
-        partial(FullLengthTwoSided, gentle_start=True)
-    ),
-    "the two-sided rule, statistics of one batch": _kfac(
-        partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
-    ),
-    "the two-sided rule, warm-up of 20": _kfac(partial(TwoSided, warmup=20)),
-    "the two-sided rule, roots every 40 steps, warm-up of 5": _kfac(
-        partial(TwoSided, warmup=5), invert_every=40
-    ),
     "no gentle start": _kfac(partial(Spectral, gentle_start=False)),
     "gentle start": _kfac(partial(Spectral, gentle_start=True)),
     "gentle start, squares not corrected": _kfac(partial(UncorrectedSpectral, gentle_start=True)),
@@ -285,7 +267,26 @@ ROWS: dict[str, optimizers.Build] = {
     "NorMuon 0.016, AdamW at half its rate": _normuon(1.6e-2, 0.5),
     "NorMuon 0.016, AdamW at a quarter of its rate": _normuon(1.6e-2, 0.25),
 }
-TWO_SIDED_ROWS = {two_sided_changes.UNCHANGED: _kfac(TwoSided), **two_sided_changes.ROWS}
+TWO_SIDED_ROWS: dict[str, optimizers.Build] = {
+    two_sided_changes.UNCHANGED: ROWS[two_sided_changes.UNCHANGED],
+    "the two-sided rule, momentum 0.8": _kfac(partial(TwoSided, momentum=0.8)),
+    "the two-sided rule, damping 0.1": _kfac(partial(TwoSided, damping=0.1)),
+    "the two-sided rule, AdamW at half its rate": _kfac(partial(TwoSided, others=AdamW(rate=0.5))),
+    "the two-sided rule, no gentle start": _kfac(partial(TwoSided, gentle_start=False)),
+    "the two-sided rule, gentle start, squares not corrected": _kfac(
+        partial(UncorrectedTwoSided, gentle_start=True)
+    ),
+    "the two-sided rule, gentle start, steps of full length": _kfac(
+        partial(FullLengthTwoSided, gentle_start=True)
+    ),
+    "the two-sided rule, statistics of one batch": _kfac(
+        partial(TwoSided, estimation=Estimation(ema=0.0)), invert_every=10
+    ),
+    "the two-sided rule, roots every 40 steps, warm-up of 5": _kfac(
+        partial(TwoSided, warmup=5), invert_every=40
+    ),
+    **two_sided_changes.ROWS,
+}
 ALL_ROWS = ROWS | TWO_SIDED_ROWS
 
 
